@@ -26,7 +26,7 @@ from published_runs import (
 )
 
 from megaframe.config import RunConfig
-from megaframe.planner.trainers import FOUNDRY, MEGATRON_2021, MEGATRON_2025
+from megaframe.planner.trainers import FOUNDRY, MEGATRON_2021, NEMO_2025
 
 ANCHORS = Path(__file__).resolve().parents[3] / "shared" / "anchors"
 """Folder of the tables that are too long to stand here."""
@@ -163,13 +163,25 @@ def read_llm_foundry() -> Iterator[PublishedRun]:
         yield PublishedRun("llm_foundry", label, gpus, cluster, software, (config,), seconds)
 
 
+_NEMO_2024 = replace(
+    NEMO_2025,
+    name="NeMo 24.12, as in nemo_megatron/gpt3_175b_hydra.yaml",
+    deferred_heads=0.0,
+    logit_bytes=52.0,  # cross_entropy_loss_fusion is off
+    scatter_units=21.0,  # proj_fprop 24 and fc2_fprop 20, by their work
+)
+"""Software of the rows of GPT-3; those of Llama 3.1 are NeMo 25.02 (llama3.1/launch.sh, v25.04)."""
+
+
 def read_dgxc() -> Iterator[PublishedRun]:
     for row in _read_csv("dgxc_h100_sxm.csv", comments=1):
         number = {key: int(value) for key, value in row.items() if key not in ("model", "seconds")}
         tensor, pipeline, context = number["tensor"], number["pipeline"], number["context"]
         kinds: dict[str, Any] = {"position": "learned", "bias": True, "tie_embeddings": True}
+        software = _NEMO_2024
         if row["model"].startswith("llama"):
             kinds = {"norm": "rmsnorm", "activation": "swiglu"}
+            software = NEMO_2025
         sizes = ("layers", "hidden", "ffn", "heads", "kv_heads", "vocab")
         gpus = number["gpus"]
         parallel = {
@@ -187,7 +199,7 @@ def read_dgxc() -> Iterator[PublishedRun]:
             }
         )
         label, seconds = f"{row['model']} on {gpus}", float(row["seconds"])
-        yield PublishedRun("dgxc", label, gpus, "h100-ib", MEGATRON_2025, (config,), seconds)
+        yield PublishedRun("dgxc", label, gpus, "h100-ib", software, (config,), seconds)
 
 
 _NARAYANAN = (

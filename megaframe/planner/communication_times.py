@@ -13,6 +13,7 @@ import numpy as np
 from megaframe.architecture.cross_layer_tensors import count_mean_message_elements
 from megaframe.architecture.layer import MixerDescription
 from megaframe.planner.collective_times import estimate_hop_seconds
+from megaframe.planner.kernel_times import estimate_elementwise_seconds
 from megaframe.planner.machine import Machine, PassTimes
 
 Number = Any
@@ -45,7 +46,9 @@ def estimate_tensor_parallel_times(
     delay = (
         0.0 if software.copy_engines else machine.estimate_contention_seconds(4 * size, "tensor")
     )
-    forward = estimate_exposed_seconds(4 * gather, linears.forward, parts, delay)
+    # Scatters that processors are left to delay nobody else's.
+    of_forward = delay / 2 if software.scatter_units else delay
+    forward = estimate_exposed_seconds(4 * gather, linears.forward, parts, of_forward)
     if not software.overlap_tensor:
         return PassTimes(np.where(sizes.tensor > 1, forward, 0.0), 4 * gather, 0.0)
     # Gathers of gradients are exposed; scatters and gathers of saved inputs overlap with products.
@@ -109,7 +112,18 @@ def estimate_context_parallel_times(
     backward = rounds * np.maximum(
         0.0, keys_and_gradients + keys - attention.backward / sizes.context
     )
-    return PassTimes(forward, backward, 0.0)
+    return PassTimes(forward, backward, 0.0) + _estimate_combining_times(machine, mixer)
+
+
+def _estimate_combining_times(machine: Machine, mixer: MixerDescription) -> PassTimes:
+    """Return the seconds in which the results of a ring's tiles are combined: that of the rank's
+    own keys, and of three quarters of its queries with the keys of each other rank."""
+    sizes = machine.sizes
+    outputs = sum(linear.terms for linear in mixer.linears if linear.is_row) / sizes.tensor
+    tiles = np.where(sizes.context > 1, 1 + 0.75 * (sizes.context - 1), 0.0)
+    once = estimate_elementwise_seconds(machine.rate, machine.tokens * outputs * tiles)
+    forward, backward = machine.software.ring_bytes
+    return PassTimes(forward * once, backward * once, 0.0)
 
 
 def estimate_expert_parallel_times(machine: Machine, experts_per_token: int) -> PassTimes:

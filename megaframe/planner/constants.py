@@ -84,8 +84,9 @@ class Software:
             many as `parallel.bucket_size` says (`buckets`).
         exchange_in_steps: Whether coded parts are exchanged in steps (`layout.exchange_steps`);
             otherwise between all pairs of ranks.
-        older_libraries: Whether the libraries of matrix products are of 2024 or before
-            (`Constants.older`).
+        older_libraries: Whether the libraries of matrix products are from before cuBLAS had
+            persistent kernels for Hopper, which traces show since October 2024 (NVIDIA/Fuser, issue
+            3137): `Constants.older`.
         copy_engines: Whether copy engines do the transfers of the tensor axis, so that concurrent
             compute is not delayed.
         overlap_data, overlap_tensor, overlap_pipeline: Whether these transfers overlap with
@@ -104,9 +105,14 @@ class Software:
         step_kernels: Kernels launched once per step, for the norm, the update and logging.
         collectives: Algorithms of the trainer's communication library.
         head_backward: Whether the head computes its gradients in backward instead of in forward.
+        deferred_heads: Number of microbatches whose gradients of the head's weight the last stage
+            computes while the others finish the step.
         state_bytes: Bytes that the update reads and writes per element.
-        accumulate_bytes: Bytes per element moved to add a microbatch's weight gradient to the sum,
-            on top of the product; 0 if the product itself accumulates.
+        accumulate_bytes: Bytes per element of a block moved to add a microbatch's weight gradient
+            to the sum, beyond the 2 that products write. A product that adds to the sum itself does
+            not hide them: in a step on an H200 one takes 3.80 ms if it adds to a sum in fp32, and
+            3.05 where the result is in 16 bits. A copy of 6 bytes takes as long as the difference
+            (the head in benchmarks/results/h200/trace-llama-8b-slice.json.gz).
         products: Type of the matrix products if neither `train.precision` nor `train.fp8` says it.
         scaling: What shares a scale in 8 bits if `products` says so: mxfp8, blocks of 32 values
             along the summed dimension, which only some chips multiply; None if not declared.
@@ -116,6 +122,13 @@ class Software:
         fused_parts: Whether the product of all parts is one kernel that waits for each; otherwise
             each part is a kernel of its own.
         logit_bytes: Bytes that the loss moves per logit.
+        embedding_bytes: Bytes moved per element of the embedding's table for a microbatch's
+            gradient; 0 if only the rows that were looked up are touched.
+        ring_bytes: Bytes moved in forward and in backward, per element of the attention's output,
+            to combine the results of a tile on a ring of context ranks with those before it. A tile
+            between two ranks has half of the queries or all of them.
+        scatter_units: Processors of the chip that forward products of row linears leave to the
+            scatter of their results over tensor ranks.
         data_tail: Number of parts of the transfers between data ranks; the last part is never
             hidden. None: the number of buckets.
         parallel_block: Whether attention and MLP start from the same rows, which halves the tensor
@@ -151,6 +164,7 @@ class Software:
     step_kernels: float = 100.0
     collectives: tuple[str, ...] = NCCL
     head_backward: bool = False
+    deferred_heads: float = 0.0
     state_bytes: float = 30.0
     accumulate_bytes: float = 0.0
     products: str | None = None
@@ -159,6 +173,9 @@ class Software:
     parts: int | Literal["ranks"] | None = None
     fused_parts: bool = False
     logit_bytes: float = 16.0
+    embedding_bytes: float = 0.0
+    ring_bytes: tuple[float, float] = (24.0, 25.0)  # sums in fp32, made, added to and rounded
+    scatter_units: float = 0.0
     data_tail: float | None = 32.0
     parallel_block: bool = False
     steps_meet: bool = False
@@ -177,6 +194,7 @@ MEGAFRAME = Software(
     windowed_attention="triton",  # torch's kernels, cuDNN's too, take no window without a mask
     gradients_of="buckets",
     data_tail=None,
+    accumulate_bytes=6.0,
     logit_bytes=6.0,
 )
 
@@ -226,7 +244,7 @@ class Constants:
 # trace/a100), and its rings 370 of 450 GB/s on 8 H100 (NVIDIA/nccl-tests, issue 212). Between nodes
 # it reached 85 to 96% of HDR adapters and 92 to 96% of NDR (issues 119 and 290).
 _A100 = Constants(0.858, 460.0, 0.6099, 0.8792, 3.7e-05, 1.508, (0.775, 0.9))
-_H100 = Constants(0.7916, 64.0, 0.6948, 0.8794, 1.2e-05, 0.5704, (0.82, 0.9), older=0.8987)
+_H100 = Constants(0.8186, 64.0, 0.6947, 0.8793, 1.2e-05, 0.5692, (0.82, 0.9), older=0.869)
 _LIKE_A100 = replace(_A100, unfitted="those of an A100")
 _LIKE_H100 = replace(_H100, unfitted="those of an H100")
 CONSTANTS: Mapping[str, Constants] = {

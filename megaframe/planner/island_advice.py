@@ -39,7 +39,7 @@ def propose_islands(choice: LayoutChoice, cluster: Cluster) -> str | None:
     sync = {"compress": "int4", "delay": 0, "fragments": 1, "mix": None}
     # Replicas spare a slow tier, which islands do not use in a step.
     config = choice.config.replace(parallel={"islands": islands, "data_replicate": 1}, sync=sync)
-    if islands == 1 or any(find_sync_mistakes(config)):
+    if islands == 1 or layout.expert_data % islands or any(find_sync_mistakes(config)):
         return None
     keys, after = _predict_hidden(config, layout.world, cluster)
     gain = before.step_seconds / after.step_seconds

@@ -192,8 +192,11 @@ def _divide_into_parts(
         parts * estimate_grouped_matmul_seconds(machine.linear, 1.0, rows / parts, *widths)
         for widths in ((outputs, inputs), (inputs, outputs))
     ]
-    forward = of_part[0] if linear.is_column or linear.is_row else forward
-    return forward, of_part[1] if linear.is_row else backward
+    if not linear.is_row:
+        return of_part[0] if linear.is_column else forward, backward
+    units, left = machine.cluster.chip.units, machine.software.scatter_units
+    fewer = np.where(tensor > 1, units / max(1.0, units - left), 1.0)
+    return fewer * of_part[0], of_part[1]
 
 
 def _join_parallel_linears(linears: Sequence[LinearSpec]) -> list[LinearSpec]:
@@ -323,14 +326,18 @@ def _estimate_recompute_seconds(
 
 
 def estimate_embedding_times(machine: Machine) -> CostBreakdown:
-    """Return the seconds of the products of the embedding, which make further inputs of layers; a
-    look-up takes none."""
+    """Return the seconds of the embedding: the products that make further inputs of layers, and
+    passes over its table (`Software.embedding_bytes`); a look-up takes none."""
     model = machine.config.model
     if model.emulate is not None:
         return CostBreakdown(PassTimes())
     linears = describe_embedding(model, machine.config.train.seq).linears
-    times = (_estimate_linear_times(machine, linear) for linear in linears)
-    return CostBreakdown(sum(times, PassTimes()))
+    times = sum((_estimate_linear_times(machine, linear) for linear in linears), PassTimes())
+    table = np.ceil((model.vocab or 0) / machine.sizes.tensor) * model.hidden
+    moved = machine.software.embedding_bytes * table
+    return CostBreakdown(
+        times + PassTimes(weight=estimate_elementwise_seconds(machine.rate, moved))
+    )
 
 
 def estimate_head_times(machine: Machine) -> CostBreakdown:
@@ -347,6 +354,8 @@ def estimate_head_times(machine: Machine) -> CostBreakdown:
     heads = 1.0 + model.mtp_depth
     if machine.software.head_backward:
         forward, backward, weight = products
+        deferred = np.minimum(1.0, machine.software.deferred_heads / sizes.microbatches)
+        weight = weight * np.where(sizes.pipeline > 1, 1 - deferred, 1.0)
         compute = _extend_head_to_launches(
             machine, forward + 0.7 * loss, backward + 0.3 * loss, weight
         )

@@ -20,12 +20,15 @@ from typing import Any, TypeVar
 from megaframe.architecture.pipeline import build_step_schedule
 from megaframe.architecture.quantised import compute_bits_per_element
 from megaframe.architecture.stages import (
+    PartWorks,
+    PassWork,
     StagePlan,
     compute_block_work,
     compute_output_work,
     plan_stages,
 )
 from megaframe.config import ParallelConfig, RunConfig, TrainConfig
+from megaframe.config.keys import format_value
 from megaframe.errors import UserError
 from megaframe.hardware.cluster import Cluster
 from megaframe.layout import Layout
@@ -121,7 +124,8 @@ class Prediction:
 def predict(
     config: RunConfig, layout: Layout, cluster: Cluster, constants: Constants
 ) -> Prediction:
-    """Predict a step of `config` on `layout`.
+    """Predict a step of `config` on `layout`. With `parallel.layers_per_stage=measured` stages are
+    divided by predicted times.
 
     Args:
         config: A config that has passed `check`.
@@ -138,14 +142,57 @@ def predict(
             f"use {cluster.size} or fewer"
         )
     config = resolve_bucket_size(config, layout, cluster)
-    machine = Machine(
-        config, cluster, constants, make_layout_sizes(config.parallel, config.train, layout)
-    )
+    sizes = make_layout_sizes(config.parallel, config.train, layout)
+    machine, notes = Machine(config, cluster, constants, sizes), list[str]()
+    if config.parallel.layers_per_stage == "measured":
+        layers, note = _choose_division(machine)
+        notes.append(note)
+        config = config.replace(parallel={"layers_per_stage": layers})
+        machine = Machine(config, cluster, constants, sizes)
     schedule = build_step_schedule(config, int(machine.sizes.microbatches))
     breakdown = estimate_step(machine, schedule)
     memories = compute_pipeline_memory(config, layout, schedule, cluster.chip).values()
     most = max(memories, key=lambda memory: memory.total)
-    return _make_prediction(layout, machine, breakdown, most)
+    prediction = _make_prediction(layout, machine, breakdown, most)
+    return replace(prediction, reasons=(*prediction.reasons, *notes))
+
+
+def _choose_division(machine: Machine) -> tuple[tuple[int, ...], str]:
+    """Return the layers of each stage that a run would choose if it measured the predicted times,
+    and a sentence about them."""
+
+    def predict_seconds(layers: tuple[int, ...]) -> float:
+        config = machine.config.replace(parallel={"layers_per_stage": layers})
+        divided = Machine(config, machine.cluster, machine.constants, machine.sizes)
+        schedule = build_step_schedule(config, int(machine.sizes.microbatches))
+        return sum(estimate_step(divided, schedule).values())
+
+    by_work = tuple(len(plan.blocks) for plan in plan_stages(machine.config))
+    steps = {layers: predict_seconds(layers) for layers in (divide_by_times(machine), by_work)}
+    layers = min(steps, key=steps.__getitem__)
+    return layers, (
+        f"stages have {format_value(layers)} layers by predicted times, where a run measures "
+        f"(parallel.layers_per_stage=measured); {format_value(by_work)}, by work, would take "
+        f"{steps[by_work]:.3g} s a step"
+    )
+
+
+def divide_by_times(machine: Machine) -> tuple[int, ...]:
+    """Return the layers of each stage, balanced by predicted times."""
+    parts = (
+        estimate_embedding_times(machine),
+        estimate_head_times(machine),
+        *_map_layers(machine, estimate_block_times),
+    )
+    passes = (part.combined for part in parts)
+    embedding, output, *blocks = (
+        PassWork(float(one.forward), float(one.backward), float(one.weight)) for one in passes
+    )
+    parallel = machine.config.parallel
+    # What full recompute computes again is in the times of blocks.
+    return PartWorks(embedding, tuple(blocks), output).divide(
+        parallel.pipeline * parallel.chunks, recompute=False
+    )
 
 
 def estimate_step(machine: Machine, schedule: Schedule) -> dict[str, float]:

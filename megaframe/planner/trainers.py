@@ -43,6 +43,8 @@ MEGATRON_2022 = replace(
     MEGATRON_2021,
     name="Megatron-LM of 2022: weight gradients are added by their products, norms in one pass",
     stream_passes=11.0,
+    # By the product; what that costs was measured with later libraries only. What it costs with
+    # these is in the start of a tile (A100) and in `Constants.older`.
     accumulate_bytes=0.0,
     gradient_bytes=4,
 )
@@ -84,13 +86,27 @@ MEGATRON_2024 = replace(
     parts="ranks",  # rows go around a ring while the products of those at hand run
     older_libraries=True,
     logit_bytes=52.0,  # cross-entropy in plain kernels, in fp32
+    # A whole table of zeros and gradients in 16 bits, which is added to the sum.
+    embedding_bytes=12.0,
 )
 MEGATRON_2025 = replace(
     MEGATRON_2024,
     name="Megatron-Core of 2025 with Transformer Engine: cuDNN attention, all axes overlap",
     older_libraries=False,
     stream_passes=12.0,  # rotation of queries and keys is a kernel of its own
-    logit_bytes=20.0,  # fused cross-entropy
+    accumulate_bytes=6.0,  # products add to sums in fp32
+    logit_bytes=28.0,  # cross_entropy_loss_fusion: four compiled kernels on logits in fp32
+    ring_bytes=(7.0, 9.0),  # sums in 16 bits (AttnFuncWithCPAndKVP2P of Transformer Engine 2.0)
+)
+NEMO_2025 = replace(
+    MEGATRON_2025,
+    name="NeMo of 2025: Megatron-Core with the settings of its performance recipes",
+    gradient_bytes=2,  # grad_reduce_in_fp32=False: sums are also in 16 bits
+    accumulate_bytes=2.0,
+    deferred_heads=22.0,  # wgrad_deferral_limit of its Llama 3 70B
+    embedding_bytes=8.0,
+    # proj_fprop 24 and fc2_fprop 16, by their work (userbuffers.py of NeMo 2.3)
+    scatter_units=18.0,
 )
 _MX_ELEMENT = 1 + 1 / 32
 """Bytes of a value in mxfp8, whose blocks of 32 share a scale of 8 bits, a power of two (OCP
@@ -174,6 +190,7 @@ TRAINERS: Mapping[str, Software] = {
     "megatron-2024": MEGATRON_2024,
     "megatron-2025": MEGATRON_2025,
     "megatron-2025-mxfp8": MEGATRON_2025_MX,
+    "nemo-2025": NEMO_2025,
     "megascale": MEGASCALE,
     "zero-bubble": ZERO_BUBBLE,
     "llm-foundry": FOUNDRY,

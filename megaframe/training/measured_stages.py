@@ -71,19 +71,55 @@ def decide_stages(config: RunConfig, mesh: Mesh) -> tuple[RunConfig, StageTimes]
     if config.parallel.layers_per_stage != "measured":
         return config, StageTimes()
     stages = config.parallel.pipeline * config.parallel.chunks
-    layers, notes, values = _find_kept_layers(config, mesh), list[str](), dict[str, float]()
+    layers, times = _find_kept_layers(config, mesh), StageTimes()
     if layers is not None:
-        notes = ["parallel.layers_per_stage=measured: the division that the run started with"]
+        note = "parallel.layers_per_stage=measured: the division that the run started with"
+        times = StageTimes([note])
     elif stages == 1:
         layers = (config.model.layers,)
     else:
-        works = measure_parts(config, mesh)
-        layers = works.divide(stages, recompute=config.train.recompute == "full")
-        notes, values = _describe(config, mesh.layout.data, works, layers)
+        layers, times = divide_by_times(config, mesh.layout.data, measure_parts(config, mesh))
     decided, more = choose_by_stages(
         config.replace(parallel={"layers_per_stage": layers}), mesh.layout.world
     )
-    return decided, StageTimes([*notes, *more], values)
+    return decided, StageTimes([*times.notes, *more], times.values)
+
+
+def divide_by_times(
+    config: RunConfig, data: int, works: PartWorks
+) -> tuple[tuple[int, ...], StageTimes]:
+    """Return the layers of each stage that balance what was measured, or those by work if their
+    bubble is smaller; with lines that say so and metrics of the first step.
+
+    Args:
+        config: The run, not decided.
+        data: Number of data ranks.
+        works: What was measured.
+    """
+    stages = config.parallel.pipeline * config.parallel.chunks
+    modelled = compute_part_works(config.model, config.train, config.frozen_patterns)
+    by_times, by_work = (
+        each.divide(stages, recompute=config.train.recompute == "full")
+        for each in (works, modelled)
+    )
+
+    def predict_bubble(layers: tuple[int, ...]) -> float:
+        divided = config.replace(parallel={"layers_per_stage": layers})
+        microbatches = config.train.global_batch // (config.train.microbatch * data)
+        costs = works.sum_by_stage(plan_stages(divided))
+        return float(simulate(build_step_schedule(divided, microbatches), costs).bubble)
+
+    bubbles = {layers: predict_bubble(layers) for layers in (by_times, by_work)}
+    # With few microbatches the longest stage is not all that counts.
+    layers = min(bubbles, key=bubbles.__getitem__)
+    after, before = (f"{format_value(each)} {bubbles[each]:.1%}" for each in (layers, by_work))
+    lines = [
+        f"parallel.layers_per_stage=measured: {format_value(layers)}; bubble by measured times "
+        f"without communication: {after}, divided by work: {before}",
+        *_list_times(works),
+    ]
+    values = {"bubble_by_work": bubbles[by_work], "bubble": bubbles[layers]}
+    return layers, StageTimes(lines, values)
 
 
 def measure_parts(config: RunConfig, mesh: Mesh) -> PartWorks:
@@ -194,38 +230,6 @@ def _find_kept_layers(config: RunConfig, mesh: Mesh) -> tuple[int, ...] | None:
         mesh.store.set(key, json.dumps(layers if fits else None))
     layers = json.loads(mesh.store.get(key))
     return None if layers is None else tuple(layers)
-
-
-def _describe(
-    config: RunConfig, data: int, works: PartWorks, layers: tuple[int, ...]
-) -> tuple[list[str], dict[str, float]]:
-    """Return lines with what was measured and what follows, and metrics of the first step.
-
-    Args:
-        config: The run, not decided.
-        data: Number of data ranks.
-        works: What was measured.
-        layers: The chosen division.
-    """
-
-    def predict_bubble(layers: tuple[int, ...]) -> float:
-        divided = config.replace(parallel={"layers_per_stage": layers})
-        microbatches = config.train.global_batch // (config.train.microbatch * data)
-        costs = works.sum_by_stage(plan_stages(divided))
-        return float(simulate(build_step_schedule(divided, microbatches), costs).bubble)
-
-    modelled = compute_part_works(config.model, config.train, config.frozen_patterns)
-    by_work = modelled.divide(len(layers), recompute=config.train.recompute == "full")
-    bubbles = [predict_bubble(each) for each in (by_work, layers)]
-    before, after = (
-        f"{format_value(n)} {b:.1%}" for n, b in zip((by_work, layers), bubbles, strict=True)
-    )
-    lines = [
-        f"parallel.layers_per_stage=measured: {format_value(layers)}; bubble by measured times "
-        f"without communication: {after}, divided by work: {before}",
-        *_list_times(works),
-    ]
-    return lines, {"bubble_by_work": bubbles[0], "bubble": bubbles[1]}
 
 
 def _list_times(works: PartWorks) -> Iterator[str]:

@@ -72,7 +72,7 @@ def test_steps_are_predicted(name):
     """With constants that were fitted without the table's source."""
     errors, (mean, most) = summarize_errors(predict_lines(name)), HELD[name]
     assert errors.mean <= mean and errors.most <= most
-    assert errors.mean < errors.null or name == "dgxc"  # the page says why
+    assert errors.mean < errors.null
 
 
 @pytest.mark.parametrize("name", mark_slow(TABLES, except_for=QUICK))

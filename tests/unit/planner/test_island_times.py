@@ -109,10 +109,10 @@ def test_outer_state_takes_memory_at_any_zero_stage():
         assert memory.islands == pytest.approx(3.25 * 4 * own, rel=1e-4)
 
 
-def choose(cluster, islands=1, world=64, **parallel):
+def choose(cluster, islands=1, world=64, model=GPT, **parallel):
     train = {"seq": 2048, "global_batch": 512, "microbatch": 8}
     keys = {"islands": islands, "zero": 1, **parallel}
-    config = RunConfig(model=GPT, train=train, parallel=keys, optim={"lr": 1e-3})
+    config = RunConfig(model=model, train=train, parallel=keys, optim={"lr": 1e-3})
     layout = Layout.from_parallel(config.parallel, world)
     prediction = predict(config, layout, cluster, get_cluster_constants(cluster))
     return LayoutChoice(config, layout, prediction)
@@ -139,6 +139,9 @@ def test_islands_are_proposed_within_the_fast_tier(parallel, islands):
 def test_nothing_is_proposed_where_it_would_not_help():
     assert propose_islands(choose(H100), H100) is None
     assert propose_islands(choose(SITES, islands=8), SITES) is None
+    # The 16 data ranks of a stage have two copies of the experts, and would be eight islands.
+    experts = {**GPT, "moe": {"experts": 8, "ffn": 512}}
+    assert propose_islands(choose(SITES, model=experts, pipeline=4, expert=8), SITES) is None
     choice = choose(SITES)
     averaged = choice.config.replace(optim={"ema": 0.9})  # needs one island
     assert propose_islands(replace(choice, config=averaged), SITES) is None

@@ -3,6 +3,8 @@
 Tests `megaframe.planner.communication_times`.
 """
 
+import json
+import re
 from dataclasses import fields, replace
 from itertools import product
 
@@ -335,3 +337,22 @@ def test_estimates_of_many_are_near_the_prediction_of_each(model):
         memory.append(abs(many.memory_bytes[place] / needed - 1))
     assert np.mean(errors) < 0.03 and max(errors) < 0.15
     assert np.mean(memory) < 0.1 and max(memory) < 0.4
+
+
+def test_measured_stages_are_predicted_with_the_division_by_times():
+    """Experts are slow for their work, because each has few rows, so a stage of them has fewer
+    blocks than by work. What the bottleneck rank computes in a step falls as promised."""
+    model = {**GPT, "layers": 16, "moe": {"experts": 64, "ffn": 2048, "top_k": 4, "first": 8}}
+    train, parallel = {"global_batch": 64}, {"pipeline": 4, "zero": 1}
+    measured = predict_step(make_config(model, train, layers_per_stage="measured", **parallel), 4)
+    text = next(reason for reason in measured.reasons if "measured" in reason)
+    by_times, by_work = (json.loads(part) for part in re.findall(r"\[[\d, ]+\]", text))
+    assert sum(by_times) == sum(by_work) == 16 and by_times != by_work
+    chosen, modelled = (
+        predict_step(make_config(model, train, layers_per_stage=layers, **parallel), 4)
+        for layers in (by_times, by_work)
+    )
+    assert measured.breakdown == chosen.breakdown
+    assert chosen.step_seconds < 0.97 * modelled.step_seconds
+    assert f"{modelled.step_seconds:.3g} s a step" in text
+    assert predict_step(make_config(model, train, **parallel), 4).breakdown == modelled.breakdown

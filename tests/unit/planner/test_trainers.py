@@ -3,7 +3,11 @@
 Tests `megaframe.planner.explanations.software`.
 """
 
+import gzip
+import json
 from dataclasses import replace
+from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -201,3 +205,85 @@ def test_a_kernel_for_each_part_of_the_rows_has_a_last_wave_for_each():
     assert 1.02 * joined < apart < 1.5 * joined
     alone = make_config()
     assert predict_step(alone, software) == predict_step(alone, fused)
+
+
+H200 = Path(__file__).resolve().parents[3] / "benchmarks" / "results" / "h200"
+
+
+def test_a_sum_of_gradients_in_fp32_takes_as_much_longer_as_in_a_recorded_step():
+    """The head of Llama 3 8B, in eight chunks of 2,048 rows of which seven add to the sum."""
+    with gzip.open(H200 / "trace-llama-8b-slice.json.gz") as stream:
+        events = json.load(stream)["traceEvents"]
+    kernels = sorted((e for e in events if e.get("cat") == "kernel"), key=lambda e: e["ts"])
+    products = [(e["name"], e["dur"] / 1e6) for e in kernels if "nvjet" in e["name"]]
+    adding = [number for number, (name, _) in enumerate(products) if "badd" in name]
+    assert len(adding) == 14  # of two steps
+    added, plain = (
+        median(products[number + shift][1] for number in adding for shift in shifts)
+        for shifts in ((0,), (-1, 1))  # between the forward product and that of the rows' gradient
+    )
+    chip = load_cluster("h200-ib").chip
+    moved = MEGAFRAME.accumulate_bytes * 128256 * 4096
+    assert added - plain == pytest.approx(moved / (0.88 * chip.bandwidth), rel=0.05)  # as a copy
+
+
+def make_quiet(**software):
+    """Return software whose steps differ only by what the given facts add."""
+    nothing = {"accumulate_bytes": 0.0, "ring_bytes": (0.0, 0.0)}
+    return replace(MEGAFRAME, **{**nothing, **software})
+
+
+@pytest.mark.parametrize(
+    ("software", "parallel", "part", "moved"),
+    [
+        # Two microbatches, and eight blocks of 12 squares of the stream's width.
+        (
+            {"accumulate_bytes": 6.0},
+            {},
+            "compute",
+            2 * 6 * 8 * 12 * 4096**2,
+        ),
+        ({"embedding_bytes": 12.0}, {}, "compute", 2 * 12 * 32000 * 4096),
+        # A rank's 2,048 rows, and three quarters of them for each of the three other ranks.
+        (
+            {"ring_bytes": (7.0, 9.0)},
+            {"context": 4},
+            "context",
+            8 * 8 * 16 * 2048 * 4096 * (1 + 3 * 0.75),
+        ),
+    ],
+)
+def test_what_is_moved_beside_products_takes_its_bytes(software, parallel, part, moved):
+    config = make_config(**parallel)
+    without, with_it = (
+        predict_step(config, make_quiet(**facts)).breakdown[part] for facts in ({}, software)
+    )
+    speed = CLUSTER.chip.bandwidth * CONSTANTS.memory
+    assert with_it - without == pytest.approx(moved / speed, rel=1e-6)
+
+
+def test_row_products_take_longer_on_fewer_processors():
+    config = make_config(tensor=2)
+    facts = {"scatter_units": 22.0}, {"scatter_units": 44.0}
+    none, some, more = (
+        predict_step(config, make_quiet(**one)).breakdown["compute"] for one in ({}, *facts)
+    )
+    # 132 / 110 and 132 / 88 of the time.
+    assert more - none == pytest.approx(2.5 * (some - none)) and some > none
+    alone = make_config()
+    assert predict_step(alone, make_quiet(**facts[0])) == predict_step(alone, make_quiet())
+
+
+def test_gradients_of_the_head_can_wait_until_others_finish():
+    """Of four microbatches one or all wait, on the last of two stages, which has most work."""
+    config = make_config(
+        model={"vocab": 128000}, pipeline=2, layers_per_stage=(4, 4), train={"global_batch": 16}
+    )
+    none, one, every = (
+        predict_step(config, make_quiet(head_backward=True, deferred_heads=number))
+        for number in (0.0, 1.0, 50.0)
+    )
+    saved = none.breakdown["compute"] - every.breakdown["compute"]
+    rate = CLUSTER.chip.get_sustained_flops("bf16") * CONSTANTS.product
+    assert saved == pytest.approx(4 * 2 * 8192 * 128000 * 4096 / rate, rel=0.05)
+    assert none.breakdown["compute"] - one.breakdown["compute"] == pytest.approx(saved / 4)
