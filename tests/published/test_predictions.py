@@ -37,7 +37,7 @@ HELD = {
     "zero_bubble": (0.025, 0.055),
     "torchtitan": (0.03, 0.05),
     "llm_foundry": (0.052, 0.15),
-    "dgxc": (0.051, 0.09),
+    "dgxc": (0.02, 0.041),
     "vtrain_single": (0.13, 0.44),
     "vtrain_multi": (0.068, 0.38),
 }
