@@ -28,7 +28,6 @@ its GELU to 8 digits, which moves logits by about 1e-9.
 _REFUSED = {
     "Mamba-1": ("jamba", "mamba"),
     "experts in a latent of the stream": ("nemotron_h (moe_latent_size)",),
-    "compressed keys, routers by hashes of tokens, grouped output products": ("deepseek_v4",),
 }
 """Families that are not imported, by the first part that is missing."""
 
@@ -71,6 +70,9 @@ def _list_parts(family: Family) -> Iterator[str]:
             yield "sparse attention with an indexer"
             if "indexer_types" in keys:
                 yield "indexers that layers share"
+    elif own.get("mixer.kind") == "compressed_attention":
+        yield from ("compressed keys with an indexer", "grouped output products", "sinks")
+        yield from ("hyper-connections", "routers by hashes of tokens")
     elif own.get("mixer.qk_norm") or {"use_qk_norm", "qk_layernorm"} & {*keys}:
         yield "norms of queries and keys"
     if "linear_num_key_heads" in keys:
@@ -101,10 +103,11 @@ def _list_parts(family: Family) -> Iterator[str]:
         yield "bias of the head"
     if own.get("mixer.output_gate"):
         yield "gated attention"
-    if "moe.score" in own:
+    score = own.get("moe.score", "sqrtsoftplus" if "scoring_func" in keys else None)
+    if score is not None:
         bias = " with bias" if own.get("moe.balance") == "bias" else ""
         scaled = ", inputs scaled" if own.get("moe.scale_inputs") else ""
-        yield f"experts ({own['moe.score']}{bias}{scaled})"
+        yield f"experts ({score}{bias}{scaled})"
     if own.get("moe.shared_gate"):
         yield "gate of shared experts"
     if own.get("moe.expert_bias"):
@@ -117,7 +120,7 @@ def _list_parts(family: Family) -> Iterator[str]:
 
 
 def _list_transforms(family: Family) -> Iterator[str]:
-    if family.interleaved:
+    if family.interleaved or family.own.get("mixer.kind") == "compressed_attention":
         yield "interleaved rotary pairs"
     if family.unread_positions:
         yield f"{family.unread_positions} more positions"

@@ -27,12 +27,14 @@ class ActivationDescription:
         gated: Whether it has two inputs, gate and up. The first product is then twice as wide.
         saved: Elements kept for each element of the result, besides this and the input.
         part: Computes it, if it comes from outside.
+        limit: Of gate and up of SwiGLU; None for no limit.
     """
 
     name: str
     gated: bool
     saved: int = 0
     part: ActivationPart | None = None
+    limit: float | None = None
 
     @property
     def slopes(self) -> SlopesDescription | None:
@@ -52,8 +54,14 @@ class SlopesDescription:
             yield ParamSpec(f"{name}.{side}", (1,), init, role="gain")
 
 
-def describe_activation(activation: str | ActivationPart) -> ActivationDescription:
+def describe_activation(
+    activation: str | ActivationPart, limit: float | None = None
+) -> ActivationDescription:
     """Return what a value of `model.activation` is.
+
+    Args:
+        activation: The value.
+        limit: `model.activation_limit`, which concerns SwiGLU alone.
 
     Raises:
         UserError: An activation from outside does not say what it keeps.
@@ -61,4 +69,5 @@ def describe_activation(activation: str | ActivationPart) -> ActivationDescripti
     if isinstance(activation, ActivationPart):
         saved = call_part(activation, "count_saved", int)
         return ActivationDescription(activation.name, activation.gated, saved, activation)
-    return ActivationDescription(activation, activation in GATED)
+    limit = limit if activation == "swiglu" else None
+    return ActivationDescription(activation, activation in GATED, limit=limit)

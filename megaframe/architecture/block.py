@@ -233,10 +233,11 @@ class BlockDescription:
         if self.norms_before:
             normalises = self.feed_forward.normalises_input
             needs_rows = [self.feed_forward.keeps_normed_input and not normalises]
-            needs_rows += [m.keeps_normed_input and not self.shares_norm for m in self.mixers]
+            needs_rows += [mixer.keeps_normed_input for mixer in self.mixers]
             needs_rows += [self.laurel is not None]
             norms = 1 if self.shares_norm else halves - normalises
-            kept_norms = min(norms, sum(needs_rows)) if recomputed else norms
+            # A shared norm that is recomputed is so by each half.
+            kept_norms = min(halves - normalises, sum(needs_rows)) if recomputed else norms
             saved = sum([self.norm.saved] * kept_norms, saved)
         if self.norms_after:
             saved = sum([self.norm.saved] * halves, saved)

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 from megaframe.architecture.attention import AttentionDescription
+from megaframe.architecture.compressed_attention import (
+    CompressedAttentionDescription,
+    CompressedIndexerDescription,
+    CompressorDescription,
+)
 from megaframe.architecture.extension_parts import MAKES_LAYER, describe_part
 from megaframe.architecture.gated_delta_net import GatedDeltaNetDescription
 from megaframe.architecture.gated_short_convolution import GatedShortConvolutionDescription
@@ -23,6 +29,7 @@ from megaframe.architecture.sparse_attention import (
 from megaframe.architecture.window import Chunk
 from megaframe.config.blocks import (
     AttentionConfig,
+    CompressedAttentionConfig,
     GatedDeltaNetConfig,
     GatedShortConvolutionConfig,
     LatentMixerConfig,
@@ -39,6 +46,7 @@ def describe_mixer(
     config: (
         AttentionConfig
         | LatentMixerConfig
+        | CompressedAttentionConfig
         | GatedDeltaNetConfig
         | GatedShortConvolutionConfig
         | Mamba2Config
@@ -67,6 +75,8 @@ def describe_mixer(
         return _describe_gated_short_convolution(model, config, output_std)
     if isinstance(config, Mamba2Config):
         return _describe_mamba2(model, config, output_std)
+    if isinstance(config, CompressedAttentionConfig):
+        return _describe_compressed_attention(model, config, output_std)
     if isinstance(config, LatentMixerConfig):
         return _describe_latent_attention(model, config, output_std)
     return _describe_attention(model, config, output_std)
@@ -139,6 +149,48 @@ def _describe_latent_attention(
         head_dim=latent.head_dim,
         shared_dim=latent.rotary_dim,
         value_dim=latent.value_dim,
+    )
+
+
+def _describe_compressed_attention(
+    model: ModelConfig, config: CompressedAttentionConfig, output_std: float
+) -> CompressedAttentionDescription:
+    head_dim = config.head_dim or model.head_dim
+    share = config.rotary_fraction or model.rotary_fraction
+    rotated = round(share * head_dim) * (model.position == "rotary")
+    keys, compressor, indexer = config.compression, None, None
+    if keys is not None:
+        compressor = CompressorDescription(
+            hidden=model.hidden,
+            width=head_dim,
+            tokens=keys.tokens,
+            overlap=keys.overlap,
+            norm_eps=model.norm_eps,
+            init_std=model.init_std,
+        )
+        if keys.indexer is not None:
+            indexer = CompressedIndexerDescription(
+                query_rank=config.query_rank,
+                heads=keys.indexer.heads,
+                top_k=keys.indexer.top_k,
+                compressor=replace(compressor, width=keys.indexer.head_dim),
+            )
+    return CompressedAttentionDescription(
+        hidden=model.hidden,
+        heads=config.heads or model.heads,
+        head_dim=head_dim,
+        query_rank=config.query_rank,
+        output_groups=config.output_groups,
+        output_rank=config.output_rank,
+        bias=model.bias,
+        norm_eps=model.norm_eps,
+        score_scale=compute_score_multiplier(model) / math.sqrt(head_dim),
+        init_std=model.init_std,
+        output_std=output_std,
+        window=config.window,
+        rotary=describe_rotary(model, rotated, config.rotary_base, config.rotary_scaling),
+        compressor=compressor,
+        indexer=indexer,
     )
 
 

@@ -123,7 +123,9 @@ def describe_mlp(model: ModelConfig, config: MLPConfig, output_std: float) -> ML
     return MLPDescription(
         hidden=model.hidden,
         width=config.ffn or model.ffn,
-        activation=describe_activation(config.activation or model.activation),
+        activation=describe_activation(
+            config.activation or model.activation, model.activation_limit
+        ),
         up_bias=bias if config.up_bias is None else config.up_bias,
         down_bias=bias if config.down_bias is None else config.down_bias,
         init_std=model.init_std,

@@ -210,12 +210,13 @@ def _describe_feed_forward(
     return MoEDescription(
         hidden=model.hidden,
         width=moe.ffn or model.ffn,
-        activation=describe_activation(model.activation),
+        activation=describe_activation(model.activation, model.activation_limit),
         bias=model.bias,
         init_std=model.init_std,
         output_std=output_std,
         moe=moe,
         norm=describe_norm(model) if moe.own_norms else None,
+        words=(model.vocab or 0) if config.router == "hash" else 0,
     )
 
 

@@ -9,6 +9,7 @@ from itertools import pairwise
 from math import comb, gcd
 
 from megaframe.architecture.activation import ActivationDescription
+from megaframe.architecture.hash_table import HashTableDescription
 from megaframe.architecture.layer import FeedForwardDescription, HasParameters, SavedActivations
 from megaframe.architecture.limits import Limit
 from megaframe.architecture.linear import GroupedLinearSpec, LinearSpec
@@ -37,25 +38,31 @@ def count_near_experts(parallel: ParallelConfig, node_size: int) -> int:
 
 @dataclass(frozen=True)
 class RouterDescription:
-    """The router: a matrix [experts, hidden], and what it knows of the load of the experts.
+    """The router: a matrix [experts, hidden], and what it knows of the load of the experts, or a
+    table of the experts of each token.
 
     Attributes:
         matrix: Its product, in at least fp32, of a rank's own rows, perhaps with a bias.
         initial_balance: 0 for a bias of the scores, 1 for the load of the last step.
         has_gain: Whether the output of each expert has a learned factor.
+        table: The table; None if scores choose experts.
     """
 
     matrix: LinearSpec
     initial_balance: float
     has_gain: bool = False
+    table: HashTableDescription | None = None
 
     def declare_parameters(self, name: str) -> Iterator[ParamSpec]:
-        """Yield the specs of the matrix, of the balance, and of the bias and the experts' factors
-        if there are any."""
+        """Yield the specs of the matrix, of the balance or the table, and of the bias and the
+        experts' factors if there are any."""
         weight, *bias = self.matrix.declare_parameters(name)
         yield weight
         start, shape = Constant(self.initial_balance), self.matrix.outputs
-        yield ParamSpec(f"{name}.balance", shape, start, role="balance")
+        if self.table is None:
+            yield ParamSpec(f"{name}.balance", shape, start, role="balance")
+        else:
+            yield from self.table.declare_parameters(f"{name}.table")
         yield from bias
         if self.has_gain:
             yield ParamSpec(f"{name}.gain", shape, Constant(1.0), role="gain")
@@ -92,6 +99,7 @@ class MoEDescription(FeedForwardDescription):
         output_std: That of the second ones.
         moe: The config of the router.
         norm: Of the stream, wherever the layer has one (`model.moe.own_norms`); None for nowhere.
+        words: Of the vocabulary, if experts are chosen by tokens; 0 if scores choose them.
     """
 
     hidden: int
@@ -102,6 +110,7 @@ class MoEDescription(FeedForwardDescription):
     output_std: float
     moe: MoEConfig
     norm: NormDescription | None = None
+    words: int = 0
 
     name = "moe"
     keeps_normed_input = True
@@ -141,7 +150,8 @@ class MoEDescription(FeedForwardDescription):
         """The router."""
         moe = self.moe
         matrix = LinearSpec((self.hidden,), (moe.experts,), self.init_std, bias=moe.router_bias)
-        return RouterDescription(matrix, float(moe.balance != "bias"), moe.expert_gain)
+        table = HashTableDescription(self.words, moe.top_k, moe.experts) if self.words else None
+        return RouterDescription(matrix, float(moe.balance != "bias"), moe.expert_gain, table)
 
     @property
     def experts(self) -> ExpertsDescription:
@@ -238,7 +248,7 @@ class MoEDescription(FeedForwardDescription):
         if moe.jitter:
             elements += hidden
             elements += hidden * ((arriving == 0 or moe.shared > 0) and not self.normalises_input)
-        balanced = moe.balance_loss > 0 and moe.balance != "none"
+        balanced = self.balances
         penalised = moe.z_loss > 0
         # The scores; the loads of their samples, unless all samples have the same; the logits.
         scores = moe.experts * (1 + self.balances_samples + penalised) + balanced
@@ -257,9 +267,14 @@ class MoEDescription(FeedForwardDescription):
         return saved + SavedActivations(-hidden * (self.normalises_input and arriving > 0))
 
     @property
+    def balances(self) -> bool:
+        """Whether there is a balance loss."""
+        return self.moe.balance_loss > 0 and self.moe.balance != "none" and not self.words
+
+    @property
     def balances_samples(self) -> bool:
         """Whether the balance loss is one of the loads in each sample."""
-        return self.moe.balance_loss > 0 and self.moe.balance not in ("none", "global")
+        return self.balances and self.moe.balance != "global"
 
     def count_tensor_sums(self, samples: int) -> int:
         """Return the loads of all experts in each sample, and in the padding."""

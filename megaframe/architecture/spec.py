@@ -17,9 +17,12 @@ from typing import Any, Literal
 
 from megaframe.config.adapters import QuantisationConfig
 
-Role = Literal["matrix", "embedding", "head", "gain", "bias", "balance"]
+Role = Literal["matrix", "embedding", "head", "gain", "bias", "balance", "table"]
 """matrix, head: multiplied once per token. embedding: looked up. gain, bias: of norms and linears.
-balance: what a router knows of the load of its experts; not trained by gradients."""
+balance: what a router knows of the load of its experts; not trained by gradients. table: numbers
+of experts that a router looks up; not trained at all."""
+NO_PARAMETERS: tuple[Role, ...] = ("balance", "table")
+"""Roles of what no gradient trains, so that it does not count as parameters."""
 EXPERT_AXES = ("expert", "expert_tensor")
 """Axes that split only the parameters of experts."""
 
@@ -232,11 +235,13 @@ def locate_shard(total: int, index: int, parts: int) -> tuple[int, int]:
 
 
 def count_parameters(specs: Iterable[ParamSpec]) -> int:
-    """Return the number of parameters of the model, without what routers know of the load."""
-    return sum(spec.size for spec in specs if spec.role != "balance")
+    """Return the number of parameters of the model, without what routers know of the load, and
+    without their tables."""
+    return sum(spec.size for spec in specs if spec.role not in NO_PARAMETERS)
 
 
 def count_active_parameters(specs: Iterable[ParamSpec]) -> int:
     """Return the number of parameters that one token uses: of the experts, only those that it is
     routed to."""
-    return int(sum(spec.size * spec.token_share for spec in specs if spec.role != "balance"))
+    trained = (spec for spec in specs if spec.role not in NO_PARAMETERS)
+    return int(sum(spec.size * spec.token_share for spec in trained))

@@ -22,6 +22,7 @@ from megaframe.architecture.embedding import (
 from megaframe.architecture.frozen import is_frozen
 from megaframe.architecture.model_blocks import describe_block, describe_norm
 from megaframe.architecture.predictor import PredictorDescription, describe_predictor
+from megaframe.architecture.spec import NO_PARAMETERS
 from megaframe.config import ModelConfig, RunConfig, TrainConfig
 from megaframe.schedule.costs import ActionCosts
 
@@ -284,7 +285,8 @@ def compute_trained_share(model: ModelConfig, frozen: tuple[str, ...], layer: in
     if not frozen or model.emulate is not None:
         return 1.0
     parameters = describe_block(model, layer).declare_parameters(f"blocks.{layer}")
-    matrices = [spec for spec in parameters if spec.role not in ("gain", "bias", "balance")]
+    vectors = "gain", "bias", *NO_PARAMETERS
+    matrices = [spec for spec in parameters if spec.role not in vectors]
     trained = sum(spec.size for spec in matrices if not is_frozen(frozen, spec.name))
     every = sum(spec.size for spec in matrices)
     return trained / every if every else 1.0

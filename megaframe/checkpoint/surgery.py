@@ -139,6 +139,7 @@ def select_layers(
 def grow_vocabulary(checkpoint: Checkpoint, target: StorePath, vocab: int) -> StartingWeights:
     """Write a model with more words. Each new row of the embedding and of the head is the mean of
     the rows that were there, so that a new word is about as likely as an old one (Hewitt 2021).
+    Routers by hashes of tokens send new words to the experts of old ones.
 
     Args:
         checkpoint: The model.
@@ -155,13 +156,15 @@ def grow_vocabulary(checkpoint: Checkpoint, target: StorePath, vocab: int) -> St
     new = _check(_change(run.model, {"vocab": vocab}), run.train, run.data, checkpoint)
     specs = list_model_specs(new.model, new.train)
     before = {spec.name: spec.shape for spec in list_model_specs(run.model, run.train)}
-    grown = {spec.name for spec in specs if spec.shape != before[spec.name]}
+    grown = {spec.name: spec.role for spec in specs if spec.shape != before[spec.name]}
     checkpoint.require_shapes(before)
 
     def read(name: str) -> Tensor:
         rows = checkpoint.read_tensor(name)
         if name not in grown:
             return rows
+        if grown[name] == "table":
+            return rows[torch.arange(vocab) % old]
         mean = rows.double().mean(0, keepdim=True).to(rows.dtype)
         return torch.cat([rows, mean.expand(vocab - old, *rows.shape[1:])])
 

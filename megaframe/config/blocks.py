@@ -160,6 +160,60 @@ class LatentMixerConfig(Section):
     """A factor of queries that grows with their positions. Default: none."""
 
 
+class CompressedIndexerConfig(Section):
+    """An indexer that chooses compressed keys. It is frozen, as transformers treats it."""
+
+    heads: Positive
+    """Number of its query heads."""
+    head_dim: Positive
+    """Width of a query head, and of the one key head, which is compressed like keys."""
+    top_k: Positive
+    """Number of compressed keys that a query attends to, those with the largest scores; of equal
+    ones the first in the sample."""
+
+
+class CompressionConfig(Section):
+    """Keys of several tokens each, which queries see of all tokens before them."""
+
+    tokens: Positive
+    """Tokens of which one key is made, as a mean for each element with learned weights. They are
+    counted from the beginning of a sample, or of a document with `data.reset_attention`."""
+    overlap: bool = False
+    """Make each key of as many tokens before these, too, by products of their own."""
+    indexer: CompressedIndexerConfig | None = None
+    """Chooses the keys that a query sees. Default: none, it sees all."""
+
+
+class CompressedAttentionConfig(Section):
+    """Attention to one key for all heads and to compressed keys, as the mixer of a block."""
+
+    kind: Literal["compressed_attention"]
+    """Attention of DeepSeek-V4: all heads have one key, which is its value, too; they see those of
+    a window, and compressed ones of all tokens before."""
+    heads: Positive | None = None
+    """Number of query heads. Default: `model.heads`."""
+    head_dim: Positive | None = None
+    """Width of a head. Default: `model.head_dim`."""
+    query_rank: Positive
+    """Width of the latent that queries are computed from."""
+    window: Positive
+    """Sliding window in tokens."""
+    compression: CompressionConfig | None = None
+    """Keys of several tokens each. Default: none, tokens see their window alone."""
+    output_groups: Positive = 1
+    """Groups of neighbouring heads, each with a product of its own before the output's. Tensor
+    ranks divide them."""
+    output_rank: Positive
+    """Width of what is made of each group."""
+    rotary_base: Annotated[float, Field(gt=0)] | None = None
+    """Base of the rotary wavelengths. Default: `model.rotary_base`."""
+    rotary_scaling: RotaryScalingConfig | None = None
+    """How they are stretched for longer samples. Default: `model.rotary_scaling`."""
+    rotary_fraction: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Share of each head's width that is rotated, and turned back in its output. Default:
+    `model.rotary_fraction`."""
+
+
 class GatedDeltaNetConfig(Section):
     """Gated delta net, as the mixer of a block."""
 
@@ -266,6 +320,11 @@ class MoEMixtureConfig(Section):
     """Experts, as `model.moe` describes them."""
     shared: Positive | None = None
     """Number of shared experts. Default: `model.moe.shared`."""
+    router: Literal["scores", "hash"] = "scores"
+    """How experts are chosen: those with the largest scores, or those that a table has for the
+    token (Hash layers, Roller et al. 2021), which is drawn at first and never trained; scores are
+    then the weights alone, and no load is balanced. hash is that of the first layers of
+    DeepSeek-V4."""
 
 
 class NoLayerConfig(Section):
@@ -294,6 +353,7 @@ def _get_feed_forward_kind(value: Any) -> str | None:
 MixerConfig = Annotated[
     Annotated[AttentionConfig, Tag("attention")]
     | Annotated[LatentMixerConfig, Tag("latent")]
+    | Annotated[CompressedAttentionConfig, Tag("compressed_attention")]
     | Annotated[GatedDeltaNetConfig, Tag("gated_delta_net")]
     | Annotated[GatedShortConvolutionConfig, Tag("gated_short_convolution")]
     | Annotated[Mamba2Config, Tag("mamba2")]
@@ -316,8 +376,8 @@ class BlockConfig(Section):
     repeat: Annotated[int, Field(gt=0, le=2_000)] = 1
     """Number of consecutive layers like this one."""
     mixer: Annotated[MixerConfig | MixerPart, Extensible("mixer")] = AttentionConfig()
-    """What mixes tokens: `attention`, `latent`, `gated_delta_net`, `gated_short_convolution` or
-    `mamba2`, and its keys; or `none`."""
+    """What mixes tokens: `attention`, `latent`, `compressed_attention`, `gated_delta_net`,
+    `gated_short_convolution` or `mamba2`, and its keys; or `none`."""
     second_mixer: Annotated[MixerConfig | MixerPart, Extensible("mixer")] = NoLayerConfig(
         kind="none"
     )

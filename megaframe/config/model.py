@@ -31,8 +31,8 @@ class LatentAttentionConfig(Section):
     """Epsilon of the norms of the latents. Default: `model.norm_eps`."""
 
 
-FROZEN_INDEXER = "*.indexer.*"
-"""Pattern of the names of the parameters of indexers."""
+FROZEN_INDEXER, FROZEN_TABLES = "*.indexer.*", "*.router.table"
+"""Patterns of the names of the parameters of indexers, and of the tables of routers."""
 
 
 class IndexerConfig(Section):
@@ -130,8 +130,9 @@ class MoEConfig(Section):
     """Number of dense layers before the first expert layer."""
     every: Positive = 1
     """After `first`, every n-th layer has experts; the others are dense."""
-    score: Literal["softmax", "sigmoid"] = "sigmoid"
-    """Function that turns a router's logits into scores, in fp32."""
+    score: Literal["softmax", "sigmoid", "sqrtsoftplus"] = "sigmoid"
+    """Function that turns a router's logits into scores, in fp32. sqrtsoftplus (DeepSeek-V4) is the
+    root of log(1 + exp(x))."""
     normalise: bool = Field(default_factory=lambda values: values["top_k"] > 1)
     """Divide the scores of the chosen experts by their sum. Default: true if `top_k` is more than
     1."""
@@ -223,6 +224,9 @@ class ModelConfig(Section):
     (Apertus) has two trained slopes for each MLP, and is not for experts. Gated are `swiglu` with
     SiLU, `geglu` with `gelu_tanh` (Gemma), and `swiglu_clamped` (gpt-oss): (up + 1) * gate *
     sigmoid(1.702 gate), with gate at most 7 and up within -7 and 7."""
+    activation_limit: Annotated[float, Field(gt=0)] | None = None
+    """swiglu: most that a gate may be, and most that the size of up may be; all beyond is cut off
+    (DeepSeek-V4: 10). Default: no limit."""
     bias: bool = False
     """Biases in all linear layers but those of experts (`model.moe.expert_bias`) and routers and,
     with layernorm, in the norms."""
@@ -292,6 +296,19 @@ class ModelConfig(Section):
     emulate: EmulationConfig | None = None
     """Blocks wait instead of computing and have no weights, to measure schedules and communication
     of many ranks on few cores. Trains nothing."""
+
+    @property
+    def untrained(self) -> tuple[str, ...]:
+        """Patterns of the names of parameters that nothing trains: of indexers without a loss, and
+        of routers' tables."""
+        blocks = self.blocks or ()
+        mixers = (mixer for block in blocks for mixer in (block.mixer, block.second_mixer))
+        compressed = [getattr(mixer, "compression", None) for mixer in mixers]
+        indexed = any(keys is not None and keys.indexer is not None for keys in compressed)
+        if self.indexer is not None:
+            indexed = not self.indexer.loss
+        routers = [getattr(block.feed_forward, "router", None) for block in blocks]
+        return (FROZEN_INDEXER,) * indexed + (FROZEN_TABLES,) * ("hash" in routers)
 
     @property
     def stream_width(self) -> int:

@@ -238,7 +238,10 @@ ROLES: dict[str, Role] = {
     "mixer": Role(
         MixerPart,
         "model.blocks: mixer",
-        ("attention", "latent", "gated_delta_net", "gated_short_convolution", "mamba2", "none"),
+        (
+            *("attention", "latent", "compressed_attention", "gated_delta_net"),
+            *("gated_short_convolution", "mamba2", "none"),
+        ),
     ),
     "feed_forward": Role(FeedForwardPart, "model.blocks: feed_forward", ("mlp", "moe", "none")),
     "norm": Role(NormPart, "model.norm", ("layernorm", "rmsnorm")),

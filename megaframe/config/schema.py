@@ -16,7 +16,7 @@ from pydantic import Field
 
 from megaframe.config.adapters import FROZEN_BASE
 from megaframe.config.data import DataConfig
-from megaframe.config.model import FROZEN_INDEXER, ModelConfig
+from megaframe.config.model import ModelConfig
 from megaframe.config.optim import OptimConfig
 from megaframe.config.parallel import ParallelConfig
 from megaframe.config.parts import CallbackPart, LossPart, SinkPart
@@ -346,12 +346,10 @@ class RunConfig(Section):
 
     @property
     def frozen_patterns(self) -> tuple[str, ...]:
-        """Patterns of the names of parameters that are not trained: those of `optim.frozen`, an
-        indexer without a loss, and with adapters all but theirs."""
-        indexer = self.model.indexer
-        frozen = () if indexer is None or indexer.loss else (FROZEN_INDEXER,)
+        """Patterns of the names of parameters that are not trained: those of `optim.frozen`, those
+        that nothing trains, and with adapters all but theirs."""
         base = () if self.model.adapters is None else (FROZEN_BASE,)
-        return *self.optim.frozen, *frozen, *base
+        return *self.optim.frozen, *self.model.untrained, *base
 
     @property
     def trains_in_islands(self) -> bool:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megaframe.architecture.buckets import group_blocks_into_buckets
-from megaframe.architecture.spec import ParamSpec
+from megaframe.architecture.spec import NO_PARAMETERS, ParamSpec
 from megaframe.config import ParallelConfig
 from megaframe.config.adapters import QuantisationConfig
 from megaframe.data_parallel.bucket import Bucket, BucketSharding
@@ -30,7 +30,7 @@ from megaframe.parameters.parameter import Module, Parameter, Precision
 
 _TABLES = ("embedding", "head")
 """Roles of parameters that are used only at one end of the model."""
-VECTORS = ("gain", "bias", "balance")
+VECTORS = ("gain", "bias", *NO_PARAMETERS)
 """Roles of parameters that are so small that ranks keep their values whole at any ZeRO stage."""
 _SHARDS = {"data": "data_shard", "expert_data": "expert_shard"}
 """For an axis, the name of its ranks within one copy of the state."""

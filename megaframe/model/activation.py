@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -52,10 +52,10 @@ def recompute_activation(
     # By hand: f(gate) is computed once, for the activation and for its gradient.
     if run.func is _activate_gated:
         gate, up = x.chunk(2, -1)
-        parts = _GATED_PARTS[activation.name]
+        parts = _find_gated_parts(activation.name, activation.limit)
         opened = parts.open_gate(gate)
         y = opened * parts.prepare_up(up)
-        return y, partial(_compute_gated_gradient, activation.name, x, opened)
+        return y, partial(_compute_gated_gradient, parts, x, opened)
     # A graph of its own, from x to y only; it lives until the returned function is called.
     x = x.detach().requires_grad_()
     with torch.enable_grad():
@@ -73,10 +73,12 @@ def _select_activation(
     if activation.part is not None:
         compute = kernels.maybe_compile(_activate_part)
         return partial(compute, activation.part, activation.gated)
-    if kernel := kernels.find("activation", x, name):
+    limit = activation.limit
+    if limit is None and (kernel := kernels.find("activation", x, name)):
         return partial(_activate_by_kernel, kernel, name)
     if activation.gated:
-        return partial(kernels.maybe_compile(_activate_gated, _activate_gated_for_compiler), name)
+        compute = kernels.maybe_compile(_activate_gated, _activate_gated_for_compiler)
+        return partial(compute, name, limit)
     return partial(kernels.maybe_compile(_activate), name)
 
 
@@ -98,13 +100,15 @@ def _activate(kind: str, x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh" if kind == "gelu_tanh" else "none")
 
 
-def _activate_gated(kind: str, x: Tensor) -> Tensor:
-    y: Tensor = _GatedActivation.apply(x, kind)
+def _activate_gated(kind: str, limit: float | None, x: Tensor) -> Tensor:
+    y: Tensor = _GatedActivation.apply(x, _find_gated_parts(kind, limit))
     return y
 
 
-def _activate_gated_for_compiler(kind: str, x: Tensor) -> Tensor:
+def _activate_gated_for_compiler(kind: str, limit: float | None, x: Tensor) -> Tensor:
     gate, up = x.chunk(2, -1)
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     if kind == "swiglu":
         return F.silu(gate) * up
     if kind == "geglu":
@@ -135,32 +139,32 @@ class _GatedActivation(torch.autograd.Function):
     again."""
 
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor, kind: str) -> Tensor:
+    def forward(ctx: Any, gate_up: Tensor, parts: _GatedParts) -> Tensor:
         ctx.save_for_backward(gate_up)
-        ctx.kind = kind
+        ctx.parts = parts
         gate, up = gate_up.chunk(2, -1)
-        parts = _GATED_PARTS[kind]
         # In place: f(gate) is new memory, so nothing that is kept changes.
         return parts.open_gate(gate).mul_(parts.prepare_up(up))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         (gate_up,) = ctx.saved_tensors
-        opened = _GATED_PARTS[ctx.kind].open_gate(gate_up.chunk(2, -1)[0])
-        return _compute_gated_gradient(ctx.kind, gate_up, opened, gradients[0]), None
+        opened = ctx.parts.open_gate(gate_up.chunk(2, -1)[0])
+        return _compute_gated_gradient(ctx.parts, gate_up, opened, gradients[0]), None
 
 
-def _compute_gated_gradient(kind: str, gate_up: Tensor, opened: Tensor, dy: Tensor) -> Tensor:
+def _compute_gated_gradient(
+    parts: _GatedParts, gate_up: Tensor, opened: Tensor, dy: Tensor
+) -> Tensor:
     """Return the gradient of (gate, up).
 
     Args:
-        kind: The activation.
+        parts: Those of the activation.
         gate_up: Both inputs, side by side in the last dim.
         opened: f(gate), which is overwritten.
         dy: Gradient of the result.
     """
     gate, up = gate_up.chunk(2, -1)
-    parts = _GATED_PARTS[kind]
     # One tensor for both gradients, written through two views, as the product after it reads them.
     d_gate_up = torch.empty_like(gate_up)
     d_gate, d_up = d_gate_up.chunk(2, -1)
@@ -206,8 +210,17 @@ def _write_clamped_gate_gradient(gradient: Tensor, gate: Tensor, out: Tensor) ->
     torch.mul(gradient, slope, out=out).masked_fill_(gate > _CLAMP, 0.0)
 
 
-def _mask_clamped_up_gradient(gradient: Tensor, up: Tensor) -> None:
-    gradient.masked_fill_(up.abs() > _CLAMP, 0.0)
+def _mask_clamped_up_gradient(gradient: Tensor, up: Tensor, limit: float = _CLAMP) -> None:
+    gradient.masked_fill_(up.abs() > limit, 0.0)
+
+
+def _open_limited_gate(limit: float, gate: Tensor) -> Tensor:
+    return F.silu(gate.clamp(max=limit), inplace=True)
+
+
+def _write_limited_silu_gradient(limit: float, gradient: Tensor, gate: Tensor, out: Tensor) -> None:
+    _write_silu_gradient(gradient, gate.clamp(max=limit), out)
+    out.masked_fill_(gate > limit, 0.0)  # compared this way, NaN is not masked
 
 
 _GATED_PARTS: Mapping[str, _GatedParts] = {
@@ -222,3 +235,16 @@ _GATED_PARTS: Mapping[str, _GatedParts] = {
         _mask_clamped_up_gradient,
     ),
 }
+
+
+@lru_cache(maxsize=64)
+def _find_gated_parts(kind: str, limit: float | None) -> _GatedParts:
+    """Return the parts of an activation, of SwiGLU perhaps with a limit of gate and up."""
+    if limit is None:
+        return _GATED_PARTS[kind]
+    return _GatedParts(
+        partial(_open_limited_gate, limit),
+        partial(torch.clamp, min=-limit, max=limit),
+        partial(_write_limited_silu_gradient, limit),
+        partial(_mask_clamped_up_gradient, limit=limit),
+    )

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megaframe.architecture.attention import AttentionDescription
 from megaframe.architecture.block import BlockDescription, ScalarDescription
+from megaframe.architecture.compressed_attention import CompressedAttentionDescription
 from megaframe.architecture.gated_delta_net import GatedDeltaNetDescription
 from megaframe.architecture.gated_short_convolution import GatedShortConvolutionDescription
 from megaframe.architecture.layer import LayerDescription
@@ -27,6 +28,7 @@ from megaframe.architecture.sparse_attention import (
 from megaframe.architecture.streams import AltUpDescription, HyperConnectionDescription
 from megaframe.config import EmulationConfig
 from megaframe.model.attention import Attention
+from megaframe.model.compressed_attention import CompressedAttention
 from megaframe.model.gated_delta_net import GatedDeltaNet
 from megaframe.model.gated_short_convolution import GatedShortConvolution
 from megaframe.model.laurel import Laurel
@@ -47,6 +49,7 @@ from megaframe.tensor_parallel.deferred_gradients import DeferredGradients
 BlockLayer = (
     Attention
     | LatentAttention
+    | CompressedAttention
     | GatedDeltaNet
     | GatedShortConvolution
     | Mamba2
@@ -296,6 +299,8 @@ def build_layer(description: LayerDescription, block: str, setup: LayerSetup) ->
             return SparseAttention(name, description, setup)
         case LatentAttentionDescription():
             return LatentAttention(name, description, setup)
+        case CompressedAttentionDescription():
+            return CompressedAttention(name, description, setup)
         case GatedDeltaNetDescription():
             return GatedDeltaNet(name, description, setup)
         case GatedShortConvolutionDescription():

@@ -27,6 +27,7 @@ from megaframe.distributed.differentiable import gather_differentiably
 from megaframe.model.layer_inputs import LayerSetup, MicrobatchInputs
 from megaframe.model.norm import Norm
 from megaframe.model.pass_state import LayerStatistics
+from megaframe.model.rotary import Rotary
 from megaframe.ops.attention_mask import AttentionMask, ChosenKeys
 from megaframe.ops.autograd import get_direct_apply
 from megaframe.parameters.parameter import Module
@@ -50,7 +51,7 @@ class IndexedHeads:
 
 
 @dataclass(frozen=True)
-class _SomeQueries:
+class SomeQueries:
     """Some queries of one sample.
 
     Attributes:
@@ -116,19 +117,11 @@ class Indexer(Module):
             key = key.view(inputs.batch, inputs.length, 1, -1)
             if self.rotary is not None:
                 rotate = inputs.rotary[self.rotary]
-                key, query = rotate(key), self._rotate_rows(query, inputs)
+                key, query = rotate(key), rotate_rows(rotate, query, inputs)
             pieces = len(inputs.context.own_pieces)
             key = inputs.context.gather_pieces(key.squeeze(2).unflatten(1, (pieces, -1)))
             scale = (described.heads * described.head_dim) ** -0.5
             return IndexedHeads(query, key.flatten(1, 2), weights * scale)
-
-    def _rotate_rows(self, query_RHD: Tensor, inputs: MicrobatchInputs) -> Tensor:
-        assert self.rotary is not None
-        rotate, rows = inputs.rotary[self.rotary], inputs.rows
-        if rows.ranks == 1:
-            query_BSHD = query_RHD.unflatten(0, (inputs.batch, inputs.length))
-            return rotate(query_BSHD).flatten(0, 1)
-        return rotate.select(rows, inputs.batch)(query_RHD[:, None])[:, 0]
 
     @torch.no_grad()
     def choose_keys(
@@ -147,14 +140,14 @@ class Indexer(Module):
         if not described.chooses(length):
             return None
         places_RC = self.make_empty_choice(indexed)
-        for queries in _iterate_queries(indexed, inputs):
-            own = self._find_own_rows(queries, inputs)
+        for queries in iterate_queries(indexed, inputs):
+            own = find_own_rows(queries, inputs)
             if own is None:
                 continue
             part, part_rows = own
-            scores_QT = _compute_scores(indexed, part_rows, part.sample)[-1]
+            scores_QT = compute_scores(indexed, part_rows, part.sample)[-1]
             scores_QT.masked_fill_(~_make_mask(part, mask, None, inputs, length), -torch.inf)
-            places_RC[part_rows] = _find_largest(scores_QT, described.top_k).to(torch.int32)
+            places_RC[part_rows] = find_largest(scores_QT, described.top_k).to(torch.int32)
         return places_RC
 
     def make_empty_choice(self, indexed: IndexedHeads) -> Tensor:
@@ -180,13 +173,13 @@ class Indexer(Module):
         past = replace(indexed, keys_BTD=keys_BTD)
         scores_BT = torch.cat(
             [
-                _compute_scores(past, slice(sample, sample + 1), sample)[-1]
+                compute_scores(past, slice(sample, sample + 1), sample)[-1]
                 for sample in range(len(keys_BTD))
             ]
         )
         if seen_B11T is not None:
             scores_BT.masked_fill_(~seen_B11T[:, 0, 0], -torch.inf)
-        return _find_largest(scores_BT, described.top_k).to(torch.int32)
+        return find_largest(scores_BT, described.top_k).to(torch.int32)
 
     @torch.no_grad()
     def add_loss(
@@ -220,14 +213,14 @@ class Indexer(Module):
         total = torch.zeros((), dtype=torch.float64, device=out.device)
         length = indexed.keys_BTD.shape[1]
         keys_TNE: Tensor | None = None
-        for queries in _iterate_queries(indexed, inputs):
+        for queries in iterate_queries(indexed, inputs):
             if keys_TNE is None or queries.own.start == 0:
                 keys_TNE = self._gather_keys(scored[1][queries.sample], inputs)
             seen_QT = _make_mask(queries, *rule, inputs, length)
             shares_QT = self._average_heads(
                 scored[0][queries.sample, queries.own], keys_TNE, seen_QT
             )
-            own = self._find_own_rows(queries, inputs)
+            own = find_own_rows(queries, inputs)
             if own is None:
                 continue
             part, rows = own
@@ -264,22 +257,32 @@ class Indexer(Module):
         heads = shares_NQT.shape[0] * group.size
         return all_reduce(shares_NQT.sum(0) / heads, group).wait()
 
-    def _find_own_rows(
-        self, queries: _SomeQueries, inputs: MicrobatchInputs
-    ) -> tuple[_SomeQueries, slice] | None:
-        """Return those of some queries that are this tensor rank's rows, and which of its rows they
-        are; None if none is."""
-        rows = inputs.rows
-        per_rank = rows.padded // rows.ranks
-        before = rows.index * per_rank
-        start = max(queries.first_row, before)
-        size = queries.own.stop - queries.own.start
-        stop = min(queries.first_row + size, before + per_rank)
-        if start >= stop:
-            return None
-        shift = queries.own.start - queries.first_row
-        own = slice(start + shift, stop + shift)
-        return _SomeQueries(queries.sample, own, start), slice(start - before, stop - before)
+
+def rotate_rows(rotate: Rotary, query_RHD: Tensor, inputs: MicrobatchInputs) -> Tensor:
+    """Return the query heads of this rank's rows, rotated by the positions of these."""
+    rows = inputs.rows
+    if rows.ranks == 1:
+        query_BSHD = query_RHD.unflatten(0, (inputs.batch, inputs.length))
+        return rotate(query_BSHD).flatten(0, 1)
+    return rotate.select(rows, inputs.batch)(query_RHD[:, None])[:, 0]
+
+
+def find_own_rows(
+    queries: SomeQueries, inputs: MicrobatchInputs
+) -> tuple[SomeQueries, slice] | None:
+    """Return those of some queries that are this tensor rank's rows, and which of its rows they
+    are; None if none is."""
+    rows = inputs.rows
+    per_rank = rows.padded // rows.ranks
+    before = rows.index * per_rank
+    start = max(queries.first_row, before)
+    size = queries.own.stop - queries.own.start
+    stop = min(queries.first_row + size, before + per_rank)
+    if start >= stop:
+        return None
+    shift = queries.own.start - queries.first_row
+    own = slice(start + shift, stop + shift)
+    return SomeQueries(queries.sample, own, start), slice(start - before, stop - before)
 
 
 def gather_choice(places_RC: Tensor, inputs: MicrobatchInputs, setup: LayerSetup) -> ChosenKeys:
@@ -303,7 +306,7 @@ def mark_past(places_BC: Tensor, seen_B11T: Tensor | None, length: int) -> Tenso
     return marked_B11T if seen_B11T is None else marked_B11T & seen_B11T
 
 
-def _iterate_queries(indexed: IndexedHeads, inputs: MicrobatchInputs) -> Iterator[_SomeQueries]:
+def iterate_queries(indexed: IndexedHeads, inputs: MicrobatchInputs) -> Iterator[SomeQueries]:
     """Yield all queries of this rank's tokens, some at a time, the same on all tensor ranks: so
     many that the scores of their heads are no more numbers than the heads of all rows are."""
     rows, _, width = indexed.queries_RHD.shape
@@ -311,11 +314,11 @@ def _iterate_queries(indexed: IndexedHeads, inputs: MicrobatchInputs) -> Iterato
     for sample in range(inputs.batch):
         for start in range(0, inputs.length, step):
             own = slice(start, min(start + step, inputs.length))
-            yield _SomeQueries(sample, own, sample * inputs.length + start)
+            yield SomeQueries(sample, own, sample * inputs.length + start)
 
 
 def _make_mask(
-    queries: _SomeQueries,
+    queries: SomeQueries,
     mask: AttentionMask,
     chosen: ChosenKeys | None,
     inputs: MicrobatchInputs,
@@ -335,7 +338,7 @@ def _make_mask(
     return seen if seen.dim() == 2 else seen[0, 0]
 
 
-def _compute_scores(
+def compute_scores(
     indexed: IndexedHeads, rows: slice, sample: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the queries [Q, H, D], keys [T, D] and weights [Q, 1, H] of some rows of a sample, the
@@ -349,7 +352,7 @@ def _compute_scores(
     return query_QHD, key_TD, weights_Q1H, active_QHT, scores_QT
 
 
-def _find_largest(scores_QT: Tensor, number: int) -> Tensor:
+def find_largest(scores_QT: Tensor, number: int) -> Tensor:
     """Return the places of the largest scores, [Q, number], of equal ones the first. A stable sort
     depends on nothing else, unlike `torch.topk`, and equal scores are common: they are 0 where all
     heads' ReLUs are."""
@@ -377,7 +380,7 @@ def _add_gradients(
         counted_Q: How much each query counts.
         gradients: Of queries [R, H, D], keys [B, T, D] and weights [R, H]; changed.
     """
-    query_QHD, key_TD, weights_Q1H, active_QHT, scores_QT = _compute_scores(indexed, rows, sample)
+    query_QHD, key_TD, weights_Q1H, active_QHT, scores_QT = compute_scores(indexed, rows, sample)
     logs_QT = scores_QT.masked_fill_(~seen_QT, -torch.inf).log_softmax(-1)
     # Where a key is not seen, both shares are 0, and so is what it adds.
     differences_QT = torch.special.xlogy(shares_QT, shares_QT) - shares_QT * logs_QT.masked_fill(

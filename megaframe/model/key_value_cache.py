@@ -86,6 +86,11 @@ class LayerCache:
         first, mask = self._samples.find_sight(self._window, self.length, kept[0].device)
         return [x_BT[:, first:] for x_BT in kept], mask
 
+    def count_tokens(self, batch: int, device: torch.device) -> Tensor:
+        """Return how many tokens each sample has so far, int64 [B]."""
+        starts = torch.tensor(self._samples.starts or [0] * batch, device=device)
+        return self.length - starts
+
     def read(self) -> list[Tensor]:
         """Return what is kept of all places."""
         assert self._memory, "the first pass fills it"

@@ -139,6 +139,7 @@ class MicrobatchInputs:
         length: Tokens of a sample on this context rank, S.
         rows: Which of the B * S tokens are this tensor rank's rows of the residual stream.
         labels_T: Labels of all tokens, int64 [B * S].
+        tokens_T: Their numbers in the vocabulary, int64 [B * S].
         masks: For each window of the model's attention, what tokens attend to: in whole samples, or
             around a ring.
         context: The ranks that divide samples.
@@ -157,6 +158,7 @@ class MicrobatchInputs:
     length: int
     rows: RowPartition
     labels_T: Tensor
+    tokens_T: Tensor
     masks: Mapping[Window, SequenceMask | RingMask]
     context: ContextParallel = field(default_factory=ContextParallel)
     whole: int | None = None
@@ -202,6 +204,11 @@ class MicrobatchInputs:
         missing = documents_BS.shape[1] - same_BS.shape[1]
         same_BS = F.pad(same_BS, (missing, 0), value=False)
         return divide_zigzag(same_BS, context.index, context.size, False)
+
+    @property
+    def tokens_R(self) -> Tensor:
+        """Numbers in the vocabulary of this rank's rows, int64 [rows]; 0 for padding."""
+        return self.rows.select(self.tokens_T, 0)
 
     @property
     def label_weights_R(self) -> Tensor:
@@ -276,6 +283,7 @@ def make_microbatch_inputs(
         length,
         rows,
         microbatch.labels_BS.flatten(),
+        microbatch.tokens_BS.flatten(),
         _make_masks(mixers, microbatch, setup),
         setup.context,
         microbatch.whole,

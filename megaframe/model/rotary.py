@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from copy import copy
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -132,6 +132,14 @@ class Rotary:
         # [..., S, 1, D/2]: the same for all heads.
         self._tables = (angle.cos() * factor).to(dtype), (angle.sin() * factor).to(dtype)
         self.cos, self.sin = self._tables[0].unsqueeze(-2), self._tables[1].unsqueeze(-2)
+
+    @cached_property
+    def inverse(self) -> Rotary:
+        """The rotation by the opposite angles, with the same factor."""
+        other = copy(self)
+        other._tables = self._tables[0], -self._tables[1]
+        other.sin = other._tables[1].unsqueeze(-2)
+        return other
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return x with its leading dims rotated, [B, S, N, head_dim].

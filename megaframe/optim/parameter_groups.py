@@ -56,6 +56,7 @@ GROUPS = {
     "gain": "vector",
     "bias": "vector",
     "balance": "balance",
+    "table": "vector",
 }
 """The group of each role: those of `optim.groups`, and `balance`."""
 

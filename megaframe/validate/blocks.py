@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from megaframe.config.blocks import (
     AttentionConfig,
     BlockConfig,
+    CompressedAttentionConfig,
     LatentMixerConfig,
     Mamba2Config,
     MLPConfig,
@@ -18,6 +19,7 @@ from megaframe.config.blocks import (
 from megaframe.config.model import ModelConfig
 from megaframe.config.parts import FeedForwardPart
 from megaframe.config.section import Section
+from megaframe.errors import find_nearest_divisors
 
 _REPLACED = {
     "heads": "heads",
@@ -101,6 +103,8 @@ def _find_mixer_mistakes(model: ModelConfig, block: BlockConfig, place: str) -> 
             f"{place}.step_min={mixer.step_min:g} is more than step_max={mixer.step_max:g}; use "
             f"step_min={mixer.step_max:g} or less"
         )
+    if isinstance(mixer, CompressedAttentionConfig):
+        yield from _find_compression_mistakes(model, mixer, place)
     if not isinstance(mixer, AttentionConfig):
         return
     if mixer.norm_after_rotation:
@@ -129,6 +133,26 @@ def _find_mixer_mistakes(model: ModelConfig, block: BlockConfig, place: str) -> 
                     f"{place}.{other} would change the place of a key that alibi={mixer.alibi:g} "
                     "adds to scores; leave one of them out"
                 )
+
+
+def _find_compression_mistakes(
+    model: ModelConfig, mixer: CompressedAttentionConfig, place: str
+) -> Iterator[str]:
+    """Yield a message for each mistake in attention to compressed keys."""
+    heads, groups = mixer.heads or model.heads, mixer.output_groups
+    if heads % groups:
+        yield (
+            f"{place}.output_groups={groups} does not divide heads={heads}; use "
+            f"{find_nearest_divisors(heads, groups)}"
+        )
+    indexer = None if mixer.compression is None else mixer.compression.indexer
+    share = mixer.rotary_fraction or model.rotary_fraction
+    rotated = round(share * (mixer.head_dim or model.head_dim)) * (model.position == "rotary")
+    if indexer is not None and indexer.head_dim < rotated:
+        yield (
+            f"{place}.compression.indexer.head_dim={indexer.head_dim} is less than the {rotated} "
+            f"dims that are rotated; use {rotated} or more"
+        )
 
 
 def _find_half_mistakes(model: ModelConfig, block: BlockConfig, place: str) -> Iterator[str]:
@@ -199,12 +223,14 @@ def make_model_of_block(model: ModelConfig, block: BlockConfig) -> ModelConfig:
     mixer, feed_forward = block.mixer, block.feed_forward
     if not isinstance(mixer, LatentMixerConfig):
         changes["latent"] = None
-    if isinstance(mixer, AttentionConfig):
+    if isinstance(mixer, AttentionConfig | CompressedAttentionConfig):
         for key, replaced in _REPLACED.items():
-            if getattr(mixer, key) is not None:
+            if getattr(mixer, key, None) is not None:
                 changes[replaced] = getattr(mixer, key)
-        if mixer.rotary is not None:
-            changes["position"] = "rotary" if mixer.rotary else "none"
+    if isinstance(mixer, CompressedAttentionConfig):
+        changes["kv_heads"] = 1
+    if isinstance(mixer, AttentionConfig) and mixer.rotary is not None:
+        changes["position"] = "rotary" if mixer.rotary else "none"
     if not isinstance(feed_forward, MoEMixtureConfig):
         changes["moe"] = None
     if isinstance(feed_forward, MLPConfig):

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from megaframe.architecture.window import list_windows
 from megaframe.config.data import DataConfig
 from megaframe.config.model import LatentAttentionConfig, ModelConfig
+from megaframe.config.registry import get_part_name
 from megaframe.config.schema import TrainConfig
 from megaframe.errors import find_nearest_divisors
 from megaframe.validate.blocks import check_each_block
@@ -28,6 +29,13 @@ def find_model_mistakes(model: ModelConfig, seq: int) -> Iterator[str]:
     """
     yield from check_each_block(model, _find_shape_mistakes)
     yield from find_indexer_mistakes(model)
+    feed_forwards = [block.feed_forward for block in model.blocks or ()]
+    activations = (getattr(feed_forward, "activation", None) for feed_forward in feed_forwards)
+    if model.activation_limit is not None and "swiglu" not in (model.activation, *activations):
+        yield (
+            f"model.activation_limit={model.activation_limit:g} has no effect with "
+            f"model.activation={get_part_name(model.activation)}; leave it out, or use swiglu"
+        )
     if model.position == "learned" and model.positions is not None and seq > model.positions:
         yield (
             f"train.seq={seq} is longer than the table of model.positions={model.positions}; "

@@ -7,6 +7,9 @@ from itertools import product
 import torch
 import torch.nn.functional as F
 
+from megaframe.architecture.rotary import RotaryDescription
+from megaframe.model.rotary import compute_frequencies
+
 
 def mix_by_gated_linear_attention(weights, model, mixer, name, y, mask, positions, rotate):
     """Return the output of a layer: S = a S + k^T v and o = q S for one token after the other."""
@@ -178,7 +181,107 @@ def mix_by_mamba2(weights, model, mixer, name, y, mask, positions, rotate):
     return out + weights[f"{name}.output.bias"] if bias else out
 
 
+def mix_by_compressed_attention(weights, model, mixer, name, y, mask, positions, rotate):
+    """Return the output of a layer, one query after the other (DeepSeek-V4)."""
+    name, rank = f"{name}.compressed_attention", mixer.query_rank
+    heads, width = mixer.heads or model.heads, mixer.head_dim or model.head_dim
+    turned = round((mixer.rotary_fraction or model.rotary_fraction) * width)
+    turned *= model.position == "rotary"
+    scaling = mixer.rotary_scaling or model.rotary_scaling
+    base, compression = mixer.rotary_base or model.rotary_base, mixer.compression
+    rotary = RotaryDescription(turned, base, scaling)
+
+    def normed(x, part=None):
+        x = x / torch.sqrt(x.square().mean(-1, keepdim=True) + model.norm_eps)
+        return x if part is None else x * weights[f"{name}.{part}.gain"]
+
+    def turn(x, place, way=1):
+        if not turned:
+            return x
+        rate, factor = compute_frequencies(rotary, y.shape[1])
+        cos, sin = factor * torch.cos(place * rate), way * factor * torch.sin(place * rate)
+        a, b, rest = x.split((turned // 2, turned // 2, len(x) - turned))
+        return torch.cat((a * cos - b * sin, b * cos + a * sin, rest))
+
+    def compress(rows, part, size, firsts, places):
+        """Return the keys of windows with their last tokens."""
+        products, bias = (
+            weights[f"{name}.{part}.product.weight"],
+            weights[f"{name}.{part}.places.bias"],
+        )
+        values, logits = rows @ products[0].T, rows @ products[1].T
+        keys, count = [], compression.tokens
+        for last in range(len(rows)):
+            number = last - firsts[last]
+            if (number + 1) % count:
+                continue
+            own = range(last - count + 1, last + 1)
+            taken = [
+                (values[t, -size:], logits[t, -size:] + bias[n, -size:]) for n, t in enumerate(own)
+            ]
+            if compression.overlap and number >= 2 * count - 1:
+                taken += [
+                    (values[t - count, :size], logits[t - count, :size] + bias[n, :size])
+                    for n, t in enumerate(own)
+                ]
+            shares = torch.stack([logit for _, logit in taken]).softmax(0)
+            key = (shares * torch.stack([value for value, _ in taken])).sum(0)
+            keys.append((last, turn(normed(key, f"{part}.norm"), places[last] - count + 1)))
+        return keys
+
+    def choose(rows, latent, query, place, keys, seen):
+        """Return the numbers of the compressed keys that a query sees of some."""
+        indexer = compression.indexer
+        factors = rows[query] @ weights[f"{name}.indexer.weights.weight"].T
+        scores = torch.zeros(len(keys), dtype=y.dtype)
+        for head in range(indexer.heads):
+            of_head = weights[f"{name}.indexer.query.weight"][head] @ latent[query]
+            of_head = turn(of_head, place)
+            for n, (_, key) in enumerate(keys):
+                scores[n] += (factors[head] * (of_head @ key).clamp_min(0)).detach()
+        return sorted(seen, key=lambda n: (-float(scores[n]), n))[: indexer.top_k]
+
+    down = y @ weights[f"{name}.down.weight"].T
+    latents, keys = normed(down[..., :rank], "query_norm"), normed(down[..., rank:], "key_norm")
+    outputs = []
+    for sample, rows in enumerate(y):
+        places, firsts, compressed, of_index = positions[sample], [], [], []
+        for token in range(len(rows)):
+            begins = not token or not mask[sample, token, token - 1]
+            firsts.append(token if begins else firsts[-1])
+        own = [turn(key, place) for key, place in zip(keys[sample], places, strict=True)]
+        if compression is not None:
+            compressed = compress(rows, "compressor", width, firsts, places)
+            if compression.indexer is not None:
+                size = compression.indexer.head_dim
+                of_index = compress(rows, "indexer", size, firsts, places)
+        for query, place in enumerate(places):
+            near = [own[token] for token in range(len(rows)) if mask[sample, query, token]]
+            seen = [
+                n
+                for n, (last, _) in enumerate(compressed)
+                if last <= query and firsts[last] == firsts[query]
+            ]
+            if of_index:
+                seen = choose(rows, latents[sample], query, place, of_index, seen)
+            values, made = torch.stack(near + [compressed[n][1] for n in seen]), []
+            for head in range(heads):
+                vector = turn(
+                    normed(weights[f"{name}.query.weight"][head] @ latents[sample, query]), place
+                )
+                sink = weights[f"{name}.sinks.logits"][head][None]
+                shares = torch.cat((values @ vector / math.sqrt(width), sink)).softmax(0)
+                made.append(turn(shares[:-1] @ values, place, -1))
+            groups = weights[f"{name}.groups.weight"]
+            parts = torch.cat(made).view(len(groups), -1)
+            made = torch.cat([matrix @ part for matrix, part in zip(groups, parts, strict=True)])
+            outputs.append(weights[f"{name}.output.weight"].flatten(1) @ made)
+    out = torch.stack(outputs).view(y.shape)
+    return out + weights[f"{name}.output.bias"] if model.bias else out
+
+
 MIXERS = {
+    "compressed_attention": mix_by_compressed_attention,
     "mamba2": mix_by_mamba2,
     "gated_short_convolution": mix_by_gated_short_convolution,
     "gated_delta_net": mix_by_gated_delta_net,

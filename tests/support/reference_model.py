@@ -45,7 +45,7 @@ def loss(weights, config, microbatch):
     counted, aside = (microbatch.labels_BS != IGNORE).double(), 0.0
     if microbatch.weights_BS is not None:
         counted = counted * microbatch.weights_BS
-    handed = {"inputs": _layer_inputs(weights, model, x, tokens)}
+    handed = {"inputs": _layer_inputs(weights, model, x, tokens), "tokens": tokens}
     if model.streams is not None:
         x = first_streams(weights, model, x)
     for layer in range(model.layers):
@@ -175,7 +175,7 @@ def _halves(weights, model, layer, x, mask, positions, counted, handed):
         if getattr(block.feed_forward, "shared", None):
             moe = model.moe.model_copy(update={"shared": block.feed_forward.shared})
             model = model.model_copy(update={"moe": moe})
-        branch, losses = _experts(weights, model, name, y, counted)
+        branch, losses = _experts(weights, model, name, y, counted, handed and handed["tokens"])
     else:
         branch, losses = _mlp(weights, model, block.feed_forward, name, y), 0.0
     return add(write, branch, "mlp"), losses + sum(aside)
@@ -442,7 +442,7 @@ def _rotate(model, x, positions, width, base, scaling=None):
     return torch.cat((complex_x.real, complex_x.imag, x[..., 2 * pairs :]), -1).to(x.dtype)
 
 
-def _experts(weights, model, name, y, counted):
+def _experts(weights, model, name, y, counted, tokens):
     """Compute every token and every one of its experts separately; return output and losses."""
     moe, x, kind = model.moe, y, get_part_name(model.activation)
 
@@ -453,9 +453,11 @@ def _experts(weights, model, name, y, counted):
     logits = normalised("router", y) @ weights[f"{name}.moe.router.weight"].T
     y = normalised("experts", y)
     logits = logits + weights.get(f"{name}.moe.router.bias", 0.0)
-    scores = torch.sigmoid(logits) if moe.score == "sigmoid" else logits.softmax(-1)
-    balance = weights[f"{name}.moe.router.balance"]
-    ranked = scores.detach() + (balance.detach() if moe.balance == "bias" else 0.0)
+    makers = {"sigmoid": torch.sigmoid, "softmax": partial(torch.softmax, dim=-1)}
+    scores = makers.get(moe.score, lambda x: torch.log(1 + torch.exp(x)) ** 0.5)(logits)
+    balance, table = (weights.get(f"{name}.moe.router.{k}") for k in ("balance", "table"))
+    biased = moe.balance == "bias" and table is None
+    ranked = scores.detach() + (balance.detach() if biased else 0.0)
     size = moe.experts // moe.groups
     out, load = torch.zeros_like(x), torch.zeros(*x.shape[:1], moe.experts, dtype=x.dtype)
     up, down = weights[f"{name}.moe.experts.up.weight"], weights[f"{name}.moe.experts.down.weight"]
@@ -469,6 +471,8 @@ def _experts(weights, model, name, y, counted):
             open_groups = sorted(range(moe.groups), key=lambda g: -best[g])[: moe.top_groups]
             allowed = [g * size + i for g in open_groups for i in range(size)]
             chosen = sorted(allowed, key=lambda e: -float(ranked[b, s, e]))[: moe.top_k]
+            if table is not None:
+                chosen = [int(128 * high + low) for high, low in table[tokens[b, s]]]
             total = sum(scores[b, s, e] for e in chosen) if moe.normalise else 1.0
             total = total + moe.normalise_eps * moe.normalise
             for e in chosen:
@@ -478,14 +482,15 @@ def _experts(weights, model, name, y, counted):
                 before, after = (gate, 1.0) if moe.scale_inputs else (1.0, gate)
                 outer = before * y[b, s] @ up[e].reshape(-1, model.hidden).T
                 outer = outer if biases[0] is None else outer + biases[0][e].flatten()
-                result = down[e] @ _activated(kind, outer, moe.ffn)
+                result = down[e] @ _activated(kind, outer, moe.ffn, model.activation_limit)
                 result = result if biases[1] is None else result + biases[1][e]
                 out[b, s] = out[b, s] + after * result
     out = normalised("experts_post", out)
     if moe.shared:
         y, width = normalised("shared", x), moe.shared * moe.ffn
         outputs = width * (2 if kind in _GATES else 1)
-        inner = _activated(kind, _linear(weights, f"{name}.moe.shared.up", y, outputs), width)
+        inner = _linear(weights, f"{name}.moe.shared.up", y, outputs)
+        inner = _activated(kind, inner, width, model.activation_limit)
         of_all = _linear(weights, f"{name}.moe.shared.down", inner, model.hidden)
         if moe.shared_gate:
             of_all = of_all / (1 + torch.exp(-y @ weights[f"{name}.moe.shared_gate.weight"].T))
@@ -495,7 +500,8 @@ def _experts(weights, model, name, y, counted):
         relative = balance.expand(load.shape)
     else:
         relative = load / load.mean(1, keepdim=True).clamp_min(1e-300)
-    losses = moe.balance_loss * (relative[:, None] * share).sum() * (moe.balance != "none")
+    balances = moe.balance != "none" and table is None
+    losses = moe.balance_loss * (relative[:, None] * share).sum() * balances
     return out, losses + moe.z_loss * (logits.logsumexp(-1).square() * counted).sum()
 
 
@@ -516,7 +522,11 @@ _GATES = {
 }
 
 
-def _activated(kind, y, width):
+def _activated(kind, y, width, limit=None):
+    if limit is not None and kind == "swiglu":
+        gate, up = y[..., :width], y[..., width:]
+        up = torch.where(up.abs() > limit, limit * up.sign(), up)
+        y = torch.cat((torch.where(gate > limit, limit, gate), up), -1)
     if kind in _GATES:
         return _GATES[kind](y[..., :width], y[..., width:])
     if kind in ("relu", "relu2"):
@@ -547,7 +557,7 @@ def _mlp(weights, model, feed_forward, name, y):
         below = (negative + 0.5) * (torch.exp(y.clamp(max=-1e-6)) - 1 - y)
         y = torch.where(y > 0, positive * y * y, below) + 0.5 * y
     else:
-        y = _activated(kind, y, width)
+        y = _activated(kind, y, width, model.activation_limit)
     return _linear(weights, f"{path}.down", y, model.hidden)
 
 

@@ -39,9 +39,14 @@ def save_random_model(config, path):
     model = get_auto_model().from_config(config).eval()
     with torch.no_grad():
         for key, value in [*model.named_parameters(), *model.named_buffers()]:
+            if key.endswith("tid2eid"):  # different experts for each token
+                experts = model.config.num_local_experts
+                draws = torch.rand(len(value), experts).topk(value.shape[1]).indices
+                value.copy_(draws)
             if not value.is_floating_point():
                 continue
-            if "norm" in key or "ln_" in key or key.endswith(("bias", "_scalar", "scale")):
+            ends = ("bias", "_scalar", "scale", "sinks", "base")
+            if "norm" in key or "ln_" in key or key.endswith(ends):
                 # In steps that fp32 adds exactly to 1, as some families do.
                 value.add_((0.2 * torch.randn(value.shape) * 1024).round() / 1024)
     model.save_pretrained(path)

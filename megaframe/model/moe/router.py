@@ -9,11 +9,15 @@ Shape legend: R rows of this rank, K choices, E experts, G groups of experts, B 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from megaframe.architecture.hash_table import DIGIT
 from megaframe.architecture.moe import MoEDescription
 from megaframe.distributed.collectives import all_reduce
 from megaframe.expert_parallel.dispatch import DROPPED
@@ -26,12 +30,16 @@ from megaframe.tensor_parallel.deferred_gradients import DeferredGradients
 class Router(Module):
     """Scores every expert for every row. With model.moe.balance=bias, `balance` is added to the
     scores when experts are chosen; otherwise it is the load of the last step, 1 on average. Its
-    gradient is the load of the current step."""
+    gradient is the load of the current step. With a table of the experts of each token there is
+    none, and nothing is balanced."""
 
     def __init__(self, name: str, description: MoEDescription, setup: LayerSetup) -> None:
         self.name, self.moe, self.setup = name, description.moe, setup
-        weight, balance, *others = map(Parameter, description.router.declare_parameters(name))
-        self.weight, self.balance = weight, balance
+        weight, known, *others = map(Parameter, description.router.declare_parameters(name))
+        self.weight = weight
+        by_scores = description.router.table is None
+        self.balance: Parameter | None = known if by_scores else None
+        self.table: Parameter | None = None if by_scores else known
         self.gain: Parameter | None = others.pop() if self.moe.expert_gain else None
         self.bias: Parameter | None = others.pop() if others else None
 
@@ -55,9 +63,9 @@ class Router(Module):
         logits_RE = _Logits.apply(x_RH, self.weight, state.deferred)
         if self.bias is not None:
             logits_RE = logits_RE + self.bias.use().to(logits_RE.dtype)
-        sigmoid = moe.score == "sigmoid"
-        scores_RE = logits_RE.sigmoid() if sigmoid else logits_RE.softmax(-1)
-        chosen_RK, gates_RK = self._choose_by_kernel(logits_RE) or self._choose_plain(scores_RE)
+        scores_RE = _SCORES[moe.score](logits_RE)
+        by_kernel = self._choose_by_kernel(logits_RE)
+        chosen_RK, gates_RK = by_kernel or self._choose_plain(scores_RE, inputs)
         gates_RK = gates_RK * moe.scale
         if self.gain is not None:
             gates_RK = gates_RK * self.gain.use().to(gates_RK.dtype)[chosen_RK]
@@ -73,7 +81,8 @@ class Router(Module):
     def _choose_by_kernel(self, logits_RE: Tensor) -> tuple[Tensor, Tensor] | None:
         """Return choices and their weights, or None if no kernel takes these arguments."""
         moe = self.moe
-        if moe.top_groups < moe.groups or moe.normalise_eps:
+        unknown = moe.normalise_eps or moe.score == "sqrtsoftplus"
+        if moe.top_groups < moe.groups or unknown or self.balance is None:
             return None
         bias = self.balance.value if moe.balance == "bias" else None
         options = {"score": moe.score, "normalise": moe.normalise}
@@ -83,13 +92,14 @@ class Router(Module):
         gates_RK, chosen_RK = kernel(logits_RE, moe.top_k, bias, **options)
         return chosen_RK.long(), gates_RK
 
-    def _choose_plain(self, scores_RE: Tensor) -> tuple[Tensor, Tensor]:
+    def _choose_plain(self, scores_RE: Tensor, inputs: MicrobatchInputs) -> tuple[Tensor, Tensor]:
         with torch.no_grad():
             # Which experts are chosen has no gradient; their weights have one, through `gather`.
-            biased = self.moe.balance == "bias"
-            chosen_RK = self.setup.routines.choose_experts(
-                self.moe, scores_RE + self.balance.value if biased else scores_RE
-            )
+            # A table without numbers has all experts equally often, as scores without numbers.
+            if self.table is not None and not self.table.value.is_meta:
+                chosen_RK = _look_up_experts(self.table.value, inputs.tokens_R)
+            else:
+                chosen_RK = self._choose_by_scores(scores_RE)
         # From the scores without the balance bias, which decides only who is chosen.
         gates_RK = scores_RE.gather(1, chosen_RK)
         if self.moe.normalise:
@@ -97,6 +107,11 @@ class Router(Module):
             sums_R1 = sums_R1 + self.moe.normalise_eps if self.moe.normalise_eps else sums_R1
             gates_RK = gates_RK / sums_R1.clamp_min(1e-20)
         return chosen_RK, gates_RK
+
+    def _choose_by_scores(self, scores_RE: Tensor) -> Tensor:
+        if self.balance is not None and self.moe.balance == "bias":
+            scores_RE = scores_RE + self.balance.value
+        return self.setup.routines.choose_experts(self.moe, scores_RE)
 
     def _balance(
         self,
@@ -109,28 +124,29 @@ class Router(Module):
     ) -> Tensor:
         """Count the load, and attach the auxiliary losses to the gates in the autograd graph."""
         moe, counted_R1 = self.moe, inputs.label_weights_R[:, None]
-        # Rows without a label, among them padding, count for nothing.
-        picked_RE = torch.zeros_like(scores_RE).scatter_(1, chosen, 1.0) * counted_R1
-        # The gradient of `balance` is the load of the current step.
-        self.balance.add(picked_RE.sum(0))
-        balanced = moe.balance_loss > 0 and moe.balance != "none"
-        with torch.set_grad_enabled(balanced):
-            # Sigmoid scores do not sum to 1. The entropy below needs no graph, a balance loss does.
-            share_RE = scores_RE / scores_RE.sum(-1, keepdim=True)
         losses = {}
-        if balanced:
-            if moe.balance == "global":
-                # The load of the last step, 1 on average.
-                load_RE = self.balance.value.to(share_RE.dtype)[None]
-            else:
-                load_RE = self._load_of_sequences(picked_RE, inputs)
-            losses["balance"] = moe.balance_loss * (load_RE * share_RE * counted_R1).sum()
+        if self.balance is not None:
+            # Rows without a label, among them padding, count for nothing.
+            picked_RE = torch.zeros_like(scores_RE).scatter_(1, chosen, 1.0) * counted_R1
+            # The gradient of `balance` is the load of the current step.
+            self.balance.add(picked_RE.sum(0))
+            balanced = moe.balance_loss > 0 and moe.balance != "none"
+            with torch.set_grad_enabled(balanced):
+                # Not all scores sum to 1. The entropy below needs no graph, a balance loss does.
+                share_RE = scores_RE / scores_RE.sum(-1, keepdim=True)
+            if balanced:
+                if moe.balance == "global":
+                    # The load of the last step, 1 on average.
+                    load_RE = self.balance.value.to(share_RE.dtype)[None]
+                else:
+                    load_RE = self._load_of_sequences(picked_RE, inputs)
+                losses["balance"] = moe.balance_loss * (load_RE * share_RE * counted_R1).sum()
+            with torch.no_grad():
+                entropy = -(torch.special.xlogy(share_RE, share_RE) * counted_R1).sum()
+            state.statistics.add(self.balance.spec.name, entropy)
         if moe.z_loss:
             square_R1 = logits_RE.logsumexp(-1, keepdim=True).square()
             losses["router_z"] = moe.z_loss * (square_R1 * counted_R1).sum()
-        with torch.no_grad():
-            entropy = -(torch.special.xlogy(share_RE, share_RE) * counted_R1).sum()
-        state.statistics.add(self.balance.spec.name, entropy)
         for name, loss in losses.items():
             state.statistics.add_loss(name, loss.detach())
             assert inputs.gradient_scale is not None, "only what is trained has losses of its own"
@@ -176,6 +192,36 @@ class Router(Module):
             weights = inputs.label_weights_R[dropped // choices]
             state.statistics.add("dropped_choices", weights.sum())
         return chosen.index_fill(0, dropped, DROPPED).view(chosen_RK.shape)
+
+
+def _look_up_experts(table_VKD: Tensor, tokens_R: Tensor) -> Tensor:
+    """Return the experts of tokens, int64 [R, K], from digits of their numbers."""
+    high_RK, low_RK = table_VKD[tokens_R].long().unbind(-1)
+    return high_RK * DIGIT + low_RK
+
+
+class _SqrtSoftplus(torch.autograd.Function):
+    """y = log(1 + e^x)^(1/2). Keeps only y: dx = dy (1 - e^(-y^2)) / 2y."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = F.softplus(x).sqrt_()
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (y,) = ctx.saved_tensors
+        slope = y.square().neg_().expm1_().neg_()
+        return gradients[0] * slope / (2 * y).clamp_min(torch.finfo(y.dtype).tiny)
+
+
+_SCORES: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "sigmoid": torch.sigmoid,
+    "softmax": partial(torch.softmax, dim=-1),
+    "sqrtsoftplus": _SqrtSoftplus.apply,
+}
+"""What makes scores of logits."""
 
 
 class _Logits(torch.autograd.Function):

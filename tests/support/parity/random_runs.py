@@ -258,6 +258,19 @@ def draw_model(draw, layers, seq, tensor, exchanging):
         "QueryScaleConfig.rate": st.sampled_from((0.1, 0.5)),
         "QueryScaleConfig.length": windows,
         "LatentMixerConfig.window": windows,
+        "CompressedAttentionConfig.heads": number_of_heads,
+        "CompressedAttentionConfig.head_dim": even,
+        "CompressedAttentionConfig.query_rank": st.integers(3, 8),
+        "CompressedAttentionConfig.window": windows,
+        "CompressedAttentionConfig.output_groups": st.just(tensor),
+        "CompressedAttentionConfig.output_rank": st.integers(2, 6),
+        "CompressedAttentionConfig.rotary_base": bases,
+        "CompressedAttentionConfig.rotary_fraction": st.sampled_from((0.5, 1.0)),
+        "CompressionConfig.tokens": st.integers(1, 5),
+        "CompressedIndexerConfig.heads": st.integers(1, 4),
+        "CompressedIndexerConfig.head_dim": st.sampled_from((8, 9)),
+        "CompressedIndexerConfig.top_k": st.integers(1, 4),
+        "ModelConfig.activation_limit": st.sampled_from((0.5, 2.0)),
         "GatedDeltaNetConfig.key_heads": st.sampled_from((tensor, 2 * tensor)),
         "GatedDeltaNetConfig.value_heads": st.sampled_from((2 * heads, 4 * heads)),
         "GatedDeltaNetConfig.key_dim": st.integers(2, 6),
@@ -327,6 +340,8 @@ def draw_model(draw, layers, seq, tensor, exchanging):
     if "query_rank" in model.get("latent", {}) and draw(st.booleans()):
         model["indexer"] = draw_keys(draw, IndexerConfig, values)
     model |= draw_keys(draw, ModelConfig, values, {*NOT_DRAWN["model"], *sizes}) | sizes
+    if "activation_limit" in model:
+        model["activation"] = "swiglu"
     if "latent" in model:
         model |= {"kv_heads": heads, "qkv_bias": False, "position": "rotary"}
     return model

@@ -34,6 +34,11 @@ DELTA = {"kind": "gated_delta_net", "key_heads": 2, "key_dim": 5, "convolution":
 MAMBA = {"kind": "mamba2", "groups": 2, "state_dim": 5, "convolution": 3, "chunk": 3}
 KIMI = {"kind": "gated_delta_net", "decay_rank": 3, "gate_rank": 4, "gate": "sigmoid"}
 ROTATED_FIRST = {"norm_after_rotation": True}
+V4 = {
+    **{"kind": "compressed_attention", "query_rank": 12, "window": 8},
+    **{"output_groups": 2, "output_rank": 5},
+}
+HASHED = {"kind": "moe", "router": "hash"}
 MODELS = {
     "plain": {"position": "learned", "bias": True},
     "plain mlp": {},
@@ -202,6 +207,34 @@ MODELS |= {
     "LayerNorm of blocks of one half": {
         **{"layers": 2, "bias": True, "dropout": 0.1},
         "blocks": [{"feed_forward": "none"}, {"mixer": "none"}],
+    },
+    "compressed keys": {
+        "norm": "rmsnorm",
+        "blocks": [
+            {
+                "mixer": {
+                    **{**V4, "window": 3, "rotary_fraction": 0.5},
+                    "compression": {
+                        **{"tokens": 2, "overlap": True},
+                        "indexer": {"heads": 3, "head_dim": 6, "top_k": 2},
+                    },
+                },
+            },
+        ],
+    },
+    "compressed keys in parallel": {
+        "blocks": [
+            {"mixer": {**V4, "compression": {"tokens": 2}}, "parallel": "one_norm"},
+        ],
+    },
+    "one key, not rotated": {
+        **{"position": "none", "bias": True},
+        "blocks": [{"mixer": {**V4, "head_dim": 6}, "feed_forward": HASHED}],
+        "moe": {"experts": 4, "ffn": 10, "score": "sqrtsoftplus", "shared": 1},
+    },
+    "sqrtsoftplus": {
+        **{"norm": "rmsnorm", "activation": "swiglu", "activation_limit": 1.0},
+        "moe": {"experts": 4, "ffn": 10, "score": "sqrtsoftplus", "z_loss": 0.1},
     },
     "two mixers": {
         **{"norm": "rmsnorm", "layers": 3},
@@ -393,7 +426,8 @@ def make_config(name, recompute, precision, layout):
     if isinstance(model.get("window"), tuple):
         model["layers"] = 2
     parallel = {**LAYOUTS, **WITH_EXPERTS}[layout]
-    seq, moe = 8, model.get("moe")
+    # Pieces of compressed samples have whole windows.
+    seq, moe = 16 if name.startswith("compressed") else 8, model.get("moe")
     if layout in WITH_EXPERTS:  # so that all sets of experts are chosen equally often
         seq = lcm(4, len(list_expert_sets(moe["experts"], moe.get("top_k", 2))))
     return RunConfig(
@@ -424,9 +458,13 @@ ON_RANKS = {
             "balanced experts",
             "magnitudes",
             "mamba2 of one group",
+            "compressed keys",
         ),
     ),
-    "ring": ("alibi of groups", "rotated groups", "latent", "decays of channels", "mamba2"),
+    "ring": (
+        *("alibi of groups", "rotated groups", "latent", "decays of channels", "mamba2"),
+        "compressed keys",
+    ),
     "exchange": ("one group", "predictors", "narrow values"),
     "nested": (
         "alibi of groups",

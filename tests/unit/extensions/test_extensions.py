@@ -126,7 +126,10 @@ def test_the_keys_of_mixers_are_listed_and_checked_beside_our_own(write):
     path = write(MIXER)
     load_own(path)
     text = explain("model.blocks")
-    kinds = "attention, latent, gated_delta_net, gated_short_convolution, mamba2, none or mine"
+    kinds = (
+        "attention, latent, compressed_attention, gated_delta_net, gated_short_convolution, "
+        "mamba2, none or mine"
+    )
     kinds = f"keys of a part, of kind {kinds}, or only its kind"
     assert f"Takes {kinds}." in " ".join(text.split())
     assert "model.blocks.mixer[mine].width\n  Of nothing.\n  Takes a whole number." in text

@@ -66,7 +66,7 @@ def test_the_kernels_know_the_same_activations():
 def activate_for_compiler(described, x):
     if not described.gated:
         return activation._activate(described.name, x)
-    return activation._activate_gated_for_compiler(described.name, x)
+    return activation._activate_gated_for_compiler(described.name, described.limit, x)
 
 
 @pytest.mark.parametrize("kind", ALL_KINDS)

@@ -14,6 +14,15 @@ pytestmark = pytest.mark.numeric
 LATENT = {"kv_rank": 10, "head_dim": 6, "rotary_dim": 4, "value_dim": 5, "query_rank": 12}
 DELTA = {"kind": "gated_delta_net", "key_heads": 2, "value_heads": 4, "value_dim": 6, "chunk": 5}
 MAMBA = {"kind": "mamba2", "groups": 2, "state_dim": 5, "convolution": 9, "chunk": 5}
+V4 = {
+    **{"kind": "compressed_attention", "query_rank": 7, "window": 3},
+    **{"output_groups": 2, "output_rank": 5},
+}
+SPARSE_KEYS = {
+    **{"tokens": 2, "overlap": True},
+    "indexer": {"heads": 8, "head_dim": 6, "top_k": 2},
+}
+HASHED = {"kind": "moe", "router": "hash"}
 MODELS = {
     "gpt2": {"position": "learned", "bias": True, "tie_embeddings": True},
     "grouped": {"norm": "rmsnorm", "activation": "swiglu", "kv_heads": 2, "qk_norm": True},
@@ -71,6 +80,15 @@ MODELS = {
             {"mixer": {"shared_keys": True, "window": 4, "qk_norm": True}},
             {"mixer": {"shared_keys": True}},
         ],
+    },
+    "compressed keys": {
+        **{"layers": 3, "norm": "rmsnorm", "streams": {"number": 2}, "rotary_fraction": 0.5},
+        "blocks": [
+            {"mixer": {**V4, "compression": SPARSE_KEYS}, "feed_forward": HASHED},
+            {"mixer": {**V4, "compression": {"tokens": 3}}},
+            {"mixer": V4},
+        ],
+        "moe": {"experts": 4, "ffn": 10},
     },
     "two mixers": {"norm": "rmsnorm", "blocks": [{"second_mixer": {**MAMBA, "bias": True}}]},
     "experts": {

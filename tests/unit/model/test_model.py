@@ -27,6 +27,15 @@ from megaframe.pipeline_parallel.stage_pass import StagePass
 pytestmark = pytest.mark.numeric
 
 L2 = {"qk_norm": "l2", "norm_after_rotation": True}
+V4 = {
+    **{"kind": "compressed_attention", "query_rank": 7, "window": 4},
+    **{"output_groups": 2, "output_rank": 5},
+}
+HASHED = {"kind": "moe", "router": "hash"}
+SPARSE_KEYS = {
+    **{"tokens": 2, "overlap": True},
+    "indexer": {"heads": 3, "head_dim": 6, "top_k": 2},
+}
 MODELS = {
     "gpt2": {"position": "learned", "bias": True, "tie_embeddings": True, "activation": "gelu"},
     "gelu_tanh_untied": {"position": "none"},
@@ -404,6 +413,17 @@ MODELS |= {
             {"mixer": {"window": 4}, "norms": "none"},
         ],
         "moe": {"experts": 4, "ffn": 10, "shared": 1},
+    },
+    "deepseek_v4": {
+        **{"layers": 4, "norm": "rmsnorm", "init_std": 0.3, "streams": {"number": 2}},
+        **{"activation": "swiglu", "activation_limit": 0.5, "rotary_fraction": 0.5},
+        "blocks": [
+            {"mixer": {**V4, "compression": SPARSE_KEYS}, "feed_forward": HASHED},
+            {"mixer": {**V4, "compression": {"tokens": 3}}, "feed_forward": "moe"},
+            {"mixer": {**V4, "head_dim": 6, "rotary_fraction": 1.0}},
+            {"mixer": {**V4, "compression": {"tokens": 2, "overlap": True}}},
+        ],
+        "moe": {"experts": 6, "ffn": 10, "shared": 1, "score": "sqrtsoftplus", "z_loss": 0.1},
     },
     "gemma_3n": {
         **{"layers": 3, "norm": "rmsnorm", "init_std": 0.3, "layer_embeddings": 6, "norm_eps": 0.1},

@@ -44,6 +44,25 @@ CHOICES = {
     "blocks": [{"mixer": "latent"}, *[{"mixer": {"kind": "latent", "shared_indexer": True}}] * 3],
 }
 STREAMS = {**LLAMA, "layers": 4, "streams": {"number": 4}}
+V4 = {
+    **{"kind": "compressed_attention", "query_rank": 96, "window": 64},
+    **{"output_groups": 4, "output_rank": 64},
+}
+SPARSE_KEYS = {
+    **{"tokens": 4, "overlap": True},
+    "indexer": {"heads": 4, "head_dim": 32, "top_k": 16},
+}
+COMPRESSED = {
+    **{"norm": "rmsnorm", "activation": "swiglu", "layers": 4},
+    "blocks": [
+        {
+            "mixer": {**V4, "compression": SPARSE_KEYS},
+            "feed_forward": {"kind": "moe", "router": "hash"},
+        },
+        {"mixer": {**V4, "compression": {"tokens": 32}}},
+    ],
+    "moe": {"experts": 16, "ffn": 160, "score": "sqrtsoftplus"},
+}
 INTERLEAVED = {"pipeline": 4, "chunks": 2, "schedule": "interleaved"}
 CASES = {
     "one rank": (1, {}, {}, {}),
@@ -198,6 +217,12 @@ CASES = {
         {"pipeline": 2, "chunks": 2, "schedule": "zb-v", "tensor": 2, "zero": 1},
     ),
     "several streams, blocks again": (4, STREAMS, {"recompute": "full"}, {"zero": 3}),
+    "compressed keys": (
+        8,
+        COMPRESSED,
+        {"recompute": "selective"},
+        {"tensor": 2, "context": 2, "zero": 1},
+    ),
     "norms of experts": (
         4,
         {**SHORT, "moe": {**MOE["moe"], "shared": 1, "own_norms": True, "expert_gain": True}},

@@ -12,6 +12,15 @@ OF_EXPERTS = {"feed_forward": {"kind": "moe"}}
 
 
 OWN_NORMS = {"experts": 4, "own_norms": True}
+COMPRESSED = {
+    **{"kind": "compressed_attention", "heads": 4, "head_dim": 4, "query_rank": 5},
+    **{"window": 3, "output_rank": 2},
+}
+
+
+def make_indexer(width):
+    indexer = {"heads": 2, "head_dim": width, "top_k": 3}
+    return {"compression": {"tokens": 2, "indexer": indexer}}
 
 
 @pytest.mark.parametrize(
@@ -52,6 +61,16 @@ OWN_NORMS = {"experts": 4, "own_norms": True}
             {"blocks": [{}], "latent": LATENT},
             "model.latent has no effect, because no block of model.blocks has kind: latent",
             {"blocks": [{}]},
+        ),
+        (
+            {"blocks": [{"mixer": {**COMPRESSED, "output_groups": 3}}]},
+            "model.blocks.0.mixer.output_groups=3 does not divide heads=4; use 2 or 4",
+            {"blocks": [{"mixer": {**COMPRESSED, "output_groups": 2}}]},
+        ),
+        (
+            {"blocks": [{"mixer": {**COMPRESSED, **make_indexer(3)}}]},
+            "mixer.compression.indexer.head_dim=3 is less than the 4 dims that are rotated; use 4",
+            {"blocks": [{"mixer": {**COMPRESSED, **make_indexer(4)}}]},
         ),
         (
             {"blocks": [{}, {"parallel": "one_norm", "norms": "after"}]},

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megaframe.checkpoint.convert.huggingface.model_facts import (
+    COMPRESSED,
     DELTA_NET,
     DELTA_NET_SIZES,
     MAMBA2,
@@ -130,6 +131,10 @@ def _build_block(layer: dict[str, Any], keys: dict[str, Any]) -> dict[str, Any]:
         mixer |= {"kind": MAMBA2, **_build_mamba2(layer, bias)}
     elif layer.get("mixer.kind") == "none":
         mixer["kind"] = "none"
+    elif layer.get("mixer.kind") == COMPRESSED:
+        ranks = {n: layer[f"mixer.{n}"] for n in ("query_rank", "output_groups", "output_rank")}
+        mixer |= {"kind": COMPRESSED, **ranks}
+        mixer |= _build_attention(layer, keys, bias) | _build_compression(layer)
     else:
         mixer |= _build_attention(layer, keys, bias)
     scale = _get_section(layer, "mixer.query_scale")
@@ -140,6 +145,8 @@ def _build_block(layer: dict[str, Any], keys: dict[str, Any]) -> dict[str, Any]:
         shared = layer.get("feed_forward.shared")
         if shared is not None and shared != keys["moe"].get("shared", 0):
             feed_forward["shared"] = shared
+        if layer.get("feed_forward.router") == "hash":
+            feed_forward["router"] = "hash"
     else:
         for name in ("ffn", "activation"):
             value = layer.get(f"feed_forward.{name}")
@@ -180,6 +187,17 @@ def _build_attention(layer: dict[str, Any], keys: dict[str, Any], bias: bool) ->
         if layer.get(f"mixer.{name}", value) != value:
             mixer[name] = layer[f"mixer.{name}"]
     return mixer
+
+
+def _build_compression(layer: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys of compressed keys and of what chooses them, if there are any."""
+    section = _get_section(layer, "mixer.compression")
+    start = "indexer."
+    indexer = {k.removeprefix(start): v for k, v in section.items() if k.startswith(start)}
+    keys = {name: value for name, value in section.items() if not name.startswith(start)}
+    if not keys:
+        return {}
+    return {"compression": {**keys, **({"indexer": indexer} if indexer else {})}}
 
 
 def _build_mamba2(layer: dict[str, Any], bias: bool) -> dict[str, Any]:

@@ -190,7 +190,14 @@ QWEN3_5_MOE = QWEN3_NEXT.derive(
         "mlp.experts.gate_up_proj": "moe.all_experts.gate moe.all_experts.up",
         "mlp.experts.down_proj": "moe.all_experts.down",
     },
-    other_names=({"mlp.experts.gate_up_proj": None, "mlp.experts.down_proj": None, **EXPERTS},),
+    other_names=(
+        {
+            "block": {
+                **{"mlp.experts.gate_up_proj": None, "mlp.experts.down_proj": None},
+                **EXPERTS,
+            },
+        },
+    ),
 )
 _HEADS = ("query", "key", "value")
 OLMO_HYBRID = OLMO2.derive(
@@ -229,8 +236,10 @@ OLMO_HYBRID = OLMO2.derive(
     # transformers saves the norm after attention under the name of one before an MLP.
     other_names=(
         {
-            "post_attention_layernorm": None,
-            "feedforward_layer_norm": "mlp_norm or attention_post_norm",
+            "block": {
+                "post_attention_layernorm": None,
+                "feedforward_layer_norm": "mlp_norm or attention_post_norm",
+            },
         },
     ),
     other_models=("mtp.",),

@@ -6,6 +6,7 @@ import reprlib
 from collections.abc import Mapping
 from difflib import get_close_matches
 
+from megaframe.checkpoint.convert.huggingface.deepseek_v4_families import DEEPSEEK_V4_FAMILIES
 from megaframe.checkpoint.convert.huggingface.delta_net_families import DELTA_NET_FAMILIES
 from megaframe.checkpoint.convert.huggingface.dense_families import DENSE_FAMILIES
 from megaframe.checkpoint.convert.huggingface.falcon_families import FALCON_FAMILIES
@@ -32,7 +33,7 @@ _ROWS = (
     *(*GPT_FAMILIES, *OLDER_FAMILIES, *DENSE_FAMILIES, *LAYERED_FAMILIES, *HUNYUAN_FAMILIES),
     *(*MOE_FAMILIES, *MOE_VARIANTS, *DELTA_NET_FAMILIES, *LFM2_FAMILIES, *GEMMA4_FAMILIES),
     *(*LLAMA4_FAMILIES, *FALCON_FAMILIES, *MAMBA_FAMILIES, *MIMO_FAMILIES, *KIMI_FAMILIES),
-    *(*SPARSE_FAMILIES, *GEMMA3N_FAMILIES),
+    *(*SPARSE_FAMILIES, *GEMMA3N_FAMILIES, *DEEPSEEK_V4_FAMILIES),
 )
 FAMILIES = {family.name: family for family in _ROWS}
 """By `model_type`."""

@@ -99,8 +99,8 @@ class Family:
             and that has no other value, `mlp_norm or attention_post_norm` of that which a layer
             has. Names with `{expert}` or `{head}` are of each
             expert, or of each head.
-        other_names: Rows of `block` in whose place folders may have those of one of these, as
-            transformers saves them otherwise than they are published.
+        other_names: What changes in this row (`ends`, `block`, `layer`) for the names of other
+            folders, as transformers saves them otherwise than they are published.
         two_norms: What of it differs in layers whose halves start from the same stream, with a norm
             each; empty for a module that these do not have.
         layer: Beginning of the names of a layer's modules.
@@ -137,7 +137,7 @@ class Family:
     positions: str = "max_position_embeddings"
     ends: Mapping[str, str] = field(default_factory=dict)
     block: Mapping[str, str] = field(default_factory=dict)
-    other_names: tuple[Mapping[str, str | None], ...] = ()
+    other_names: tuple[Mapping[str, Any], ...] = ()
     two_norms: Mapping[str, str] = field(default_factory=dict)
     layer: str = "model.layers.{}."
     transposed: bool = False
@@ -256,8 +256,7 @@ class Family:
         """Yield this family, and itself with each of the other names that folders may have."""
         yield self
         for names in self.other_names:
-            merged = {**self.block, **names}
-            yield replace(self, block={name: own for name, own in merged.items() if own})
+            yield self.derive(self.name, self.architecture, also=self.also, **names)
 
     def has_constant(self, name: str) -> bool:
         """Return whether a parameter of ours has its initial values always, and no tensor there."""

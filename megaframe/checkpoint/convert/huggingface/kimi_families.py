@@ -167,8 +167,10 @@ KIMI_LINEAR = LLAMA.derive(
     # transformers saves dense layers under the name of those with experts.
     other_names=(
         {
-            **{f"mlp.{name}_proj": None for name in _MLP},
-            **{f"block_sparse_moe.{name}_proj": f"mlp.{name}" for name in _MLP},
+            "block": {
+                **{f"mlp.{name}_proj": None for name in _MLP},
+                **{f"block_sparse_moe.{name}_proj": f"mlp.{name}" for name in _MLP},
+            },
         },
     ),
     has_empty_shared=True,

@@ -122,7 +122,7 @@ def match_tensors(
         elif header.shape != tensor.shape:
             problems.append(f"{tensor.name} is {list(header.shape)}, not {list(tensor.shape)}")
         else:
-            check_type(tensor.name, header)
+            check_type(tensor.name, header, is_table=tensor.experts > 0)
             problems += _check_constant(tensor, header)
         expected_tensors[tensor.name] = tensor
         if len(problems) > _MAX_NAMED_TENSORS:  # before a wrong config becomes a long list

@@ -19,6 +19,7 @@ from typing import Any
 
 from megaframe.architecture.attention import AttentionDescription
 from megaframe.architecture.block import BlockDescription
+from megaframe.architecture.compressed_attention import CompressedAttentionDescription
 from megaframe.architecture.embedding import get_layer_words
 from megaframe.architecture.gated_delta_net import GatedDeltaNetDescription
 from megaframe.architecture.gated_short_convolution import GatedShortConvolutionDescription
@@ -50,7 +51,7 @@ _ATTENTION = (
     "alibi_form",
 )
 DELTA_NET, SHORT_CONVOLUTION = "gated_delta_net", "gated_short_convolution"
-MAMBA2 = "mamba2"
+MAMBA2, COMPRESSED = "mamba2", "compressed_attention"
 """Kinds of mixers."""
 MAMBA2_INPUTS = ("gate", "inputs", "key", "query", "steps")
 """Parts of the product of Mamba-2's input, in the order of the rows of a group."""
@@ -132,6 +133,9 @@ def describe_model(model: ModelConfig) -> Facts:
     shared: dict[str, Any] = {name: getattr(model, name) for name in _SHARED}
     shared["norm"], shared["norm_bias"] = model.norm, getattr(blocks[0].norm, "bias", False)
     shared |= {"logit_softcap": model.logit_softcap, "head_bias": model.head_bias}
+    activations = (getattr(block.feed_forward, "activation", None) for block in blocks)
+    limits = (getattr(activation, "limit", None) for activation in activations)
+    shared["activation_limit"] = next((limit for limit in limits if limit is not None), None)
     shared["position"] = "learned" if model.position == "learned" else None
     layers = [_describe_layer(block) for block in blocks]
     layer_words = get_layer_words(model)
@@ -185,6 +189,7 @@ def _describe_layer(block: BlockDescription) -> dict[str, Any]:
         facts["feed_forward.sparsity"] = feed_forward.sparsity
     elif isinstance(feed_forward, MoEDescription):
         facts["feed_forward.shared"] = feed_forward.moe.shared
+        facts["feed_forward.router"] = "hash" if feed_forward.words else "scores"
     facts |= {"norms": block.norms, "parallel": block.parallel}
     facts["layer_scalar"] = block.scalar is not None
     facts["laurel_rank"] = None if block.laurel is None else block.laurel.rank
@@ -212,6 +217,8 @@ def _describe_mixer(mixer: MixerDescription) -> dict[str, Any]:
         facts["mixer.shared_indexer"] = isinstance(mixer, SharedIndexerDescription)
         facts |= {f"mixer.{name}": getattr(mixer, name) for name in ("heads", "window", "bias")}
         facts |= {} if mixer.rotary is None else _describe_rotary(mixer.rotary)
+    elif isinstance(mixer, CompressedAttentionDescription):
+        facts |= _describe_compressed_attention(mixer)
     elif isinstance(mixer, GatedDeltaNetDescription):
         facts["mixer.kind"] = DELTA_NET
         facts |= {f"mixer.{name}": getattr(mixer, name) for name in DELTA_NET_SIZES}
@@ -225,6 +232,23 @@ def _describe_mixer(mixer: MixerDescription) -> dict[str, Any]:
         facts |= {"mixer.convolution": mixer.taps, "mixer.bias": mixer.bias}
     if mixer.query_scale is not None:
         facts |= _flatten(mixer.query_scale.model_dump(), "mixer.query_scale")
+    return facts
+
+
+def _describe_compressed_attention(mixer: CompressedAttentionDescription) -> dict[str, Any]:
+    names = ("heads", "head_dim", "query_rank", "window", "output_groups", "output_rank", "bias")
+    facts: dict[str, Any] = {f"mixer.{name}": getattr(mixer, name) for name in names}
+    facts["mixer.rotary"] = mixer.rotary is not None
+    if mixer.rotary is not None:
+        facts |= _describe_rotary(mixer.rotary)
+        facts["mixer.rotary_fraction"] = mixer.rotary.width / mixer.head_dim
+    if mixer.compressor is not None:
+        keys = {"tokens": mixer.compressor.tokens, "overlap": mixer.compressor.overlap}
+        facts |= _flatten(keys, "mixer.compression")
+    if mixer.indexer is not None:
+        sizes = {"heads": mixer.indexer.heads, "top_k": mixer.indexer.top_k}
+        sizes["head_dim"] = mixer.indexer.compressor.width
+        facts |= _flatten(sizes, "mixer.compression.indexer")
     return facts
 
 

@@ -27,7 +27,7 @@ from megaframe.io.untrusted import make_printable, open_file, parse_json, read_f
 
 CONFIG = "config.json"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-_FLOATS = ("F64", "F32", "F16", "BF16")
+_FLOATS, _INTEGERS = ("F64", "F32", "F16", "BF16"), ("I64", "I32")
 PACKED = "packed"
 """The type of a tensor that is computed from others."""
 _MAX_JSON = 64 << 20
@@ -150,12 +150,14 @@ def join_packed_headers(headers: Mapping[str, TensorHeader]) -> dict[str, Tensor
     return joined
 
 
-def check_type(name: str, header: TensorHeader) -> None:
-    """Raise `UserError` if a tensor is not one of floating-point numbers of 16 bits or more."""
-    if header.dtype not in (*_FLOATS, PACKED):
+def check_type(name: str, header: TensorHeader, *, is_table: bool = False) -> None:
+    """Raise `UserError` if a tensor is not one of floating-point numbers of 16 bits or more, or a
+    table not one of whole numbers."""
+    known, what = (_INTEGERS, "such tables") if is_table else (_FLOATS, "weights")
+    if header.dtype not in (known if is_table else (*known, PACKED)):
         raise UserError(
             f"{make_printable(header.file)}: {make_printable(name)} has the type {header.dtype}; "
-            f"weights are {', '.join(_FLOATS)}"
+            f"{what} are {', '.join(known)}"
         )
 
 

@@ -101,7 +101,7 @@ class RotaryKeys(Key):
             raise UserError(f"{name}.partial_rotary_factor={share} is not supported, only 1.0")
         if kind == "dynamic":
             rope = {**rope, "original_max_position_embeddings": _read_length(name, rope, config)}
-        for key, value in _read_scaling(kind, rope, self.latent).items():
+        for key, value in read_scaling(kind, rope, self.latent).items():
             facts.set(f"mixer.rotary_scaling.{key}", value)
 
     def write(self, facts: Facts) -> Keys:
@@ -308,7 +308,7 @@ class RotaryKeysOfTypes(Key):
             if rope_type == "dynamic" or (rope_type == "proportional" and not self.proportional):
                 raise UserError(f"rope_parameters.{kind}.rope_type={rope_type!r} is not supported")
             bases[kind] = rope.get("rope_theta") or (config.get(name) if name else None) or base
-            scalings[kind] = _read_scaling(rope_type, rope, latent=False)
+            scalings[kind] = read_scaling(rope_type, rope)
             shares[kind] = self._read_share(kind, rope_type, rope)
         facts.set("mixer.rotary", True)
         for layer in facts.layers:
@@ -390,7 +390,8 @@ def get_head_dim(facts: Facts) -> int:
 _FIELDS = tuple(RotaryScalingConfig.model_fields)
 
 
-def _read_scaling(kind: str, rope: Mapping[str, Any], latent: bool) -> Keys:
+def read_scaling(kind: str, rope: Mapping[str, Any], latent: bool = False) -> Keys:
+    """Return the keys of `rotary_scaling` for a section of this kind."""
     if kind == "default":
         return {}
     if kind == "linear":

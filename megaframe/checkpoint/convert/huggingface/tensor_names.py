@@ -74,8 +74,20 @@ _WHOLE_OF_DELTA_NET = {f"delta_net.{name}" for name in ("norm", "output", "decay
 _QUARTERS = 4
 """Blocks of heads that CodeGen's queries, values and keys lie in, one for each of four devices."""
 _HEAD_NORMS, _PER_HEAD = ("attention.query_norm", "attention.key_norm"), "layernorm_per_head"
+_MATRICES = ("head_streams.matrix",)
+"""Of the names below, those of gains that are matrices."""
+_STREAM_PARTS = {"matrix": "weights.weight", "base": "weights.bias", "scale": "scale.gain"}
 _WHOLE_NAMES = {
     "attention.sinks": "attention.sinks.logits",
+    "compressed.sinks": "compressed_attention.sinks.logits",
+    **{
+        f"{half}_streams.{part}": f"{half}_streams.{own}"
+        for half in ("attention", "mlp")
+        for part, own in _STREAM_PARTS.items()
+    },
+    "head_streams.matrix": "head.streams.gain",
+    "head_streams.base": "head.streams.bias",
+    "head_streams.scale": "head.streams.scale.gain",
     "layer_scalar": "layer_scalar.gain",
     "streams.scale": "streams.scale.gain",
     "moe.router_norm": "moe.router_norm.gain",
@@ -123,6 +135,13 @@ class _Names:
             name, own = f"{self.foreign_prefix}{foreign}", self._choose(modules).split()
             if own[0] in ("moe.balance", "moe.balance_row"):
                 yield from self._map_balance(name, own[0] == "moe.balance_row")
+            elif own[0] == "moe.table":
+                table = self.specs.get(f"{self.prefix}moe.router.table")
+                if table is not None:
+                    number = self.shared["moe.experts"]
+                    yield HuggingFaceTensor(name, (make_part(table),), experts=number)
+            elif own[0].endswith(".places"):
+                yield from self._map_places(name, own[0])
             elif own[0].startswith("moe.all_experts."):
                 own = [module.replace("all_experts", "experts") for module in own]
                 yield from self._map_module(name, own, experts, len(experts))
@@ -135,7 +154,8 @@ class _Names:
             elif own[0] in _WHOLE_NAMES:
                 spec = self.specs.get(f"{self.prefix}{_WHOLE_NAMES[own[0]]}")
                 if spec is not None:
-                    inner = (1, spec.size, 1) if own[0].endswith("_of_4_dims") else ()
+                    inner = spec.shape[1:] if own[0] in _MATRICES else ()
+                    inner = (1, spec.size, 1) if own[0].endswith("_of_4_dims") else inner
                     yield HuggingFaceTensor(name, (make_part(spec),), inner=inner)
             elif "{stream}" in name or own[0].startswith("streams."):
                 yield from self._map_streams(name, own[0])
@@ -183,6 +203,12 @@ class _Names:
             if bias is not None:
                 parts = tuple(make_part(bias, (*dims, part)) for part in channels)
                 yield HuggingFaceTensor(f"{name}.bias", parts)
+
+    def _map_places(self, name: str, module: str) -> Iterator[HuggingFaceTensor]:
+        """Yield the biases of places in windows, which have no name of their own."""
+        parts = tuple(self._find_compressed_parts(module, "bias"))
+        if parts:
+            yield HuggingFaceTensor(name, parts, inner=parts[0].box.shape[1:])
 
     def _map_streams(self, name: str, module: str) -> Iterator[HuggingFaceTensor]:
         """Yield a gain that is a matrix, or several ones if the name has a place for a number."""
@@ -256,6 +282,8 @@ class _Names:
             return self._find_latent_parts(module, kind)
         if module.startswith("indexer."):
             return self._find_indexer_parts(module, kind)
+        if module.startswith("compressed."):
+            return self._find_compressed_parts(module, kind)
         if module.startswith("delta_net."):
             return self._find_delta_net_parts(module, kind)
         if module.startswith("mamba2."):
@@ -404,6 +432,32 @@ class _Names:
         part = make_part(spec, (slice(0, width),) if module == "indexer.key" else ())
         turn = turn if self.family.interleaved_indexer and self.layer["mixer.rotary"] else 0
         return [replace(part, head=width, rotated=turn)]
+
+    def _find_compressed_parts(self, module: str, kind: str) -> list[TensorPart]:
+        """Return the part of a module of attention to compressed keys. In their layout, the rotated
+        part of a head follows the rest of it, with its pairs interleaved."""
+        module = module.removeprefix("compressed.")
+        rank = self.layer["mixer.query_rank"]
+        section, _, name = module.rpartition(".")
+        rows = {"query_down": slice(0, rank), "key": slice(rank, None)}
+        own, where = (module, ()) if section or module not in rows else ("down", (rows[module],))
+        if section and name in ("key", "weights"):
+            own, where = f"{section}.product", (slice(0, 1) if name == "key" else slice(1, 2),)
+        own = {"indexer.head_weights": "indexer.weights"}.get(own, own)
+        names = [kind, "gain"] if kind == "weight" else [kind]
+        found = (self.specs.get(f"{self.prefix}compressed_attention.{own}.{n}") for n in names)
+        spec = next((spec for spec in found if spec is not None), None)
+        if spec is None:
+            return []
+        part = make_part(spec, where)
+        if module in ("query_down", "query_norm", "output", "indexer.head_weights"):
+            return [part]
+        width = self.layer["mixer.head_dim"]
+        turn = round(self.layer.get("mixer.rotary_fraction", 0.0) * width)
+        if section == "indexer":
+            width = self.layer["mixer.compression.indexer.head_dim"]
+        columns = module == "groups"
+        return [replace(part, head=width, rotated=turn, last=True, columns=columns)]
 
     def _find_latent_parts(self, module: str, kind: str) -> list[TensorPart]:
         """Return the parts of a module of latent attention. In their layout, the rotated part of a

@@ -17,7 +17,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megaframe.architecture.hash_table import DIGIT
 from megaframe.architecture.spec import Box, ParamSpec
+from megaframe.errors import UserError
 
 ALL = slice(None)
 
@@ -29,6 +31,8 @@ class TensorPart:
     Attributes:
         head: Rows of a head, if theirs interleaves rotary pairs, or of gate and up.
         rotated: Of these, how many first ones are pairs.
+        last: Whether they are the last ones in theirs.
+        columns: Whether they are columns.
         scale: Ours are theirs times this,
         offset: plus this.
     """
@@ -37,6 +41,8 @@ class TensorPart:
     box: Box
     head: int = 0
     rotated: int = 0
+    last: bool = False
+    columns: bool = False
     scale: float = 1.0
     offset: float = 0.0
 
@@ -59,7 +65,7 @@ class TensorPart:
         """Convert the contents of the box to their layout: [O, I], or [O] for a vector."""
         flat = tensor.reshape(self.rows, -1) if self._inputs else tensor.reshape(-1)
         if self.rotated:
-            flat = self._permute(flat, (2, -1))
+            flat = self._separate(flat)
         if self.offset:
             flat = flat - self.offset
         return flat / self.scale if self.scale != 1.0 else flat
@@ -71,13 +77,26 @@ class TensorPart:
         if self.offset:
             tensor = tensor + self.offset
         if self.rotated:
-            tensor = self._permute(tensor, (-1, 2))
+            tensor = self._join(tensor)
         return tensor.reshape(self.box.shape)
 
-    def _permute(self, rows: Tensor, sizes: tuple[int, int]) -> Tensor:
-        heads = rows.unflatten(0, (-1, self.head))
-        pairs = heads[:, : self.rotated].unflatten(1, sizes).transpose(1, 2).flatten(1, 2)
-        return torch.cat([pairs, heads[:, self.rotated :]], 1).flatten(0, 1)
+    def _separate(self, rows: Tensor) -> Tensor:
+        """Return rows, or columns, with the halves of our pairs next to each other."""
+        heads = (rows.mT if self.columns else rows).unflatten(0, (-1, self.head))
+        pairs = heads[:, : self.rotated].unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+        parts = [pairs, heads[:, self.rotated :]]
+        joined = torch.cat(parts[::-1] if self.last else parts, 1).flatten(0, 1)
+        return joined.mT if self.columns else joined
+
+    def _join(self, rows: Tensor) -> Tensor:
+        """Undo `_separate`."""
+        heads = (rows.mT if self.columns else rows).unflatten(0, (-1, self.head))
+        start = self.head - self.rotated if self.last else 0
+        rotated = slice(start, start + self.rotated)
+        pairs = heads[:, rotated].unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
+        others = torch.cat((heads[:, :start], heads[:, rotated.stop :]), 1)
+        joined = torch.cat((pairs, others), 1).flatten(0, 1)
+        return joined.mT if self.columns else joined
 
 
 @dataclass(frozen=True)
@@ -93,6 +112,7 @@ class HuggingFaceTensor:
         constant: A number in place of these zeros, which a folder must have.
         inner: Dims after the first one of a tensor whose parts are vectors.
         unread: Rows of zeros before the parts, which are not read.
+        experts: How many there are, if it has numbers of experts, of which ours has digits; else 0.
     """
 
     name: str
@@ -103,12 +123,15 @@ class HuggingFaceTensor:
     inner: tuple[int, ...] = ()
     unread: int = 0
     constant: float = 0.0
+    experts: int = 0
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of their tensor."""
         if self.zeros is not None:
             return self.zeros
+        if self.experts:
+            return self.parts[0].box.shape[:-1]
         rows = sum(part.rows for part in self.parts)
         if self.inner:
             return (rows // torch.Size(self.inner).numel(), *self.inner)
@@ -123,6 +146,9 @@ class HuggingFaceTensor:
         """Build their tensor from the contents of our boxes, in the order of the parts."""
         if self.zeros is not None:
             return torch.full(self.zeros, self.constant)
+        if self.experts:
+            high, low = boxes[0].long().unbind(-1)
+            return high * DIGIT + low
         rows = [part.to_hugging_face(box) for part, box in zip(self.parts, boxes, strict=True)]
         rows = [rows[0].new_zeros(self.unread, rows[0].shape[-1]), *rows] if self.unread else rows
         tensor = torch.cat(rows) if len(rows) > 1 else rows[0]
@@ -135,12 +161,24 @@ class HuggingFaceTensor:
     def split(self, tensor: Tensor) -> Iterator[tuple[TensorPart, Tensor]]:
         """Split their tensor into the contents of our boxes. Its number of rows must match the
         parts; otherwise torch raises RuntimeError."""
+        if self.experts:
+            yield self.parts[0], self._split_numbers(tensor)
+            return
         rows = tensor.mT if self.transposed else tensor
         rows = rows.flatten() if self.inner else rows
         rows = rows.flatten(0, 1) if self.matrices else rows
         row_blocks = rows[self.unread :].split([part.rows for part in self.parts])
         for part, rows_of_part in zip(self.parts, row_blocks, strict=True):
             yield part, part.from_hugging_face(rows_of_part)
+
+    def _split_numbers(self, numbers: Tensor) -> Tensor:
+        low, high = numbers.aminmax()
+        if low < 0 or high >= self.experts:
+            wrong = int(low if low < 0 else high)
+            raise UserError(
+                f"{self.name} sends a token to expert {wrong}, and there are {self.experts}"
+            )
+        return torch.stack((numbers // DIGIT, numbers % DIGIT), -1)
 
 
 def make_part(spec: ParamSpec, slices: Sequence[slice] = ()) -> TensorPart:

@@ -2,6 +2,7 @@
 
 Tests `megaframe.checkpoint.convert.huggingface.lfm2_families`,
 `megaframe.checkpoint.convert.huggingface.llama4_families`,
+`megaframe.checkpoint.convert.huggingface.deepseek_v4_families`,
 `megaframe.checkpoint.convert.huggingface.delta_net_families`,
 `megaframe.checkpoint.convert.huggingface.dense_families`,
 `megaframe.checkpoint.convert.huggingface.falcon_families`,
@@ -67,6 +68,7 @@ FIRST = (
     "opt",
     "phi",
     "nemotron_h",
+    "deepseek_v4",
 )
 """Families in `make test`; all others repeat what these do."""
 
@@ -167,6 +169,7 @@ def test_an_interval_is_written_if_it_says_what_the_types_do(pattern, interval):
 
 
 PUBLISHED = (
+    "deepseek_v4",
     "gemma3n_text",
     "lfm3",
     "kimi_linear",

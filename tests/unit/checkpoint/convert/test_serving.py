@@ -22,9 +22,10 @@ TOKENS = {"bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype"
 """What an export adds to the keys of its family."""
 NOT_SERVED = {
     *("gpt_neo", "ministral", "helium", "solar_open", "dots1", "codegen", "mpt", "bamba"),
-    *("mistral4", "lfm3"),
+    *("mistral4", "lfm3", "deepseek_v4"),
 }
-"""Families that neither of them has, or under another class alone."""
+"""Families that neither of them has, or under another class alone, or whose class reads the section
+of quantised weights always, as that of DeepSeek-V4 does (`quantization_config["scale_fmt"]`)."""
 
 
 def test_every_family_is_listed():
