@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from megaframe.architecture.absorption import decide_absorption
 from megaframe.config import RunConfig, dump
 from megaframe.errors import UserError, explain_failed_write, report_errors
 from megaframe.extensions import load_with_extensions
@@ -221,7 +222,7 @@ def predict_layout(space: SearchSpace, constants: Constants) -> LayoutChoice:
     config, gpus = space.config, space.gpus
     validate_config(config, gpus, data=False)
     layout = Layout.from_parallel(config.parallel, gpus)
-    config = resolve_recompute_blocks(config, layout, space.cluster.chip)
+    config = resolve_recompute_blocks(decide_absorption(config), layout, space.cluster.chip)
     return LayoutChoice(config, layout, predict(config, layout, space.cluster, constants))
 
 

@@ -181,6 +181,8 @@ def _compute_teraflops(measurement: Measured) -> float:
 def _evaluate_steps(rows: Sequence[dict[str, Any]]) -> Iterator[Goal]:
     by_name = {row["row"]: row for row in rows}
     for row in training_gpu.ROWS:
+        if not row.goal:
+            continue
         row_results = by_name.get(row.name, {})
         own_results = row_results.get("ours", {})
         measured = row_results.get(row.goal, own_results.get(row.goal))

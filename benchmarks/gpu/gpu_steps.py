@@ -75,6 +75,8 @@ STEPS = (
     ),
     Step("recurrent", 60, kernels=("delta_rule", "ssd")),
     Step("codes", 45, kernels=("decode_blocks",)),
+    Step("sparse", 60, kernels=("sparse_attention", "attention_shares")),
+    Step("sparse-slice", 150, rows=("sparse-slice", "sparse-slice-latents")),
 )
 KERNELS = tuple(name for step in STEPS for name in step.kernels)
 

@@ -105,6 +105,7 @@ def list_cases(s: CaseSizes) -> Iterator[KernelCase]:
     yield from _make_fp8_experts(s)
     yield from _make_recurrence(s)
     yield from _make_codes(s)
+    yield from _make_sparse_attention(s)
 
 
 def _make_elementwise(s: CaseSizes) -> Iterator[KernelCase]:
@@ -451,3 +452,35 @@ def _make_codes(s: CaseSizes) -> Iterator[KernelCase]:
         work = LeastWork(length * (1 / per_byte + absmax + 2))
         arguments = partial(make, kind, per_byte, group)
         yield KernelCase("decode_blocks", name, arguments, work, options={"block": block})
+
+
+def _make_sparse_attention(s: CaseSizes) -> Iterator[KernelCase]:
+    """Yield the cases of attention to the latents of chosen keys: the last queries of a sample,
+    with the widths and the share of heads of DeepSeek-V3.2 on eight tensor ranks."""
+    queries, heads, chosen = s.length // 8, max(s.heads // 2, 1), s.length // 4
+    values, width = 4 * s.width, 4 * s.width + s.width // 2
+
+    def draw_places() -> Tensor:
+        scores = torch.rand(queries, s.length)
+        last = torch.arange(s.length - queries, s.length)
+        hidden = torch.arange(s.length) > last[:, None]
+        return scores.masked_fill_(hidden, -1.0).topk(chosen).indices.int()
+
+    def make() -> tuple[Any, ...]:
+        query = draw_normal(queries, heads, width, grad=True)
+        return query, draw_normal(s.length, width, grad=True), draw_places()
+
+    def make_shares() -> tuple[Any, ...]:
+        query, latents, places = make()
+        sums = torch.rand(queries, heads).add_(math.log(chosen))
+        return query.detach(), latents.detach(), places, sums
+
+    name, pairs = f"{heads} heads, {chosen} of {s.length} keys", 2.0 * queries * heads * chosen
+    options = {"value_width": values, "scale": width**-0.5}
+    # Backward: the scores again, the gradients of shares, queries, keys and values.
+    work = LeastWork(flops=pairs * (width + values))
+    back = LeastWork(flops=pairs * (3 * width + 2 * values))
+    length = max(width, queries * heads)
+    yield KernelCase("sparse_attention", name, make, work, back, options, length)
+    work = LeastWork(flops=pairs * width)
+    yield KernelCase("attention_shares", name, make_shares, work, None, options, length)

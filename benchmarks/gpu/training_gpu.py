@@ -45,6 +45,7 @@ class TrainingCase:
     """A config, and its goal on one H200.
 
     Attributes:
+        goal: What is to be reached; empty if the row is only what another one is compared with.
         most: Whether `reach` is an upper limit instead of a lower.
         peer: Whether plain PyTorch trains the same.
         script: Ours.
@@ -82,6 +83,7 @@ def _make_host_case(config: str, *overrides: str) -> TrainingCase:
 
 
 GRAPH = ("train.cuda_graph=true",)
+_HEADS, _LATENTS = (f"model.indexer.absorb={value}" for value in ("false", "true"))
 ROWS = (
     TrainingCase("llama-8b-slice", "llama-8b-slice", "mfu_causal", 0.60, keeps_trace=True),
     TrainingCase("llama-8b-slice-fp8", "llama-8b-slice-fp8", "times_bf16", 1.3, peer=False),
@@ -91,7 +93,15 @@ ROWS = (
     TrainingCase("gpt2-124m-graph", "gpt2-124m", "host_seconds_per_step", 1e-3, True, False, GRAPH),
     _make_host_case("llama-8b-slice"),
     _make_host_case("moe-slice", "model.ffn=2048"),  # six layers of full width do not fit
+    TrainingCase("sparse-slice", "sparse-slice", "", 0.0, peer=False, overrides=(_HEADS,)),
+    TrainingCase(
+        *("sparse-slice-latents", "sparse-slice", "times_heads", 1.0),
+        peer=False,
+        overrides=(_LATENTS,),
+    ),
 )
+RATIOS = {"-fp8": "times_bf16", "-latents": "times_heads"}
+"""Names of speeds over that of the row without this end of its name."""
 FASTER = 1.15
 """Goal for the speed of each row that has a peer, relative to the peer."""
 MOST_IDLE = 0.005
@@ -199,13 +209,15 @@ def compare_contenders(results: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_ratios(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the rows; those in 8 bits with their speedup, if 16 bits were measured too."""
+    """Return the rows; those that are compared with another one with their speedup, if that was
+    measured too."""
     speeds = {row["row"]: row.get("ours", {}).get("tokens_per_second") for row in rows}
 
     def compute_gain(name: str) -> dict[str, float]:
-        in_bf16, speed = speeds.get(name.removesuffix("-fp8")), speeds[name]
-        compares = name.endswith("-fp8") and in_bf16 and speed
-        return {"times_bf16": speed / in_bf16} if compares else {}
+        ends = [end for end in RATIOS if name.endswith(end)]
+        others = {end: speeds.get(name.removesuffix(end)) for end in ends}
+        speed = speeds[name]
+        return {RATIOS[end]: speed / other for end, other in others.items() if other and speed}
 
     return [{**row, **compute_gain(row["row"])} for row in rows]
 
@@ -229,7 +241,7 @@ def format_line(row: dict[str, Any]) -> str:
             if result.get(key) is not None:
                 cells.append(f"{key} {result[key]:.1%}")
         parts.append(", ".join([*cells, f"host {1e3 * result['host_seconds_per_step']:,.1f} ms"]))
-    for name in ("times_plain", "times_bf16"):
+    for name in ("times_plain", *RATIOS.values()):
         if name in row:
             parts.append(f"{name} {row[name]:.2f}")
     return "; ".join(parts)

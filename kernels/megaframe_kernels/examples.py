@@ -25,6 +25,7 @@ from megaframe_kernels.experts import (
 )
 from megaframe_kernels.fp8 import grouped_fp8, grouped_fp8_gradient, grouped_quantize, quantize
 from megaframe_kernels.recurrent import launches as recurrent
+from megaframe_kernels.sparse_attention import launches as sparse_attention
 from megaframe_kernels.update import adamw, square_sum
 
 
@@ -260,6 +261,21 @@ def _launch_decoding() -> Iterator[Example]:
     yield Example("int8", partial(call, 64, 1, 255, torch.bfloat16))
 
 
+def _launch_sparse_attention() -> Iterator[Example]:
+    def call(heads: int, widths: tuple[int, int], dtype: torch.dtype) -> None:
+        values, width = widths[1], sum(widths)
+        query = _make_tensor(32, heads, width, dtype=dtype)
+        latents = _make_tensor(8192, width, dtype=dtype)
+        places = _make_tensor(32, 2048, dtype=torch.int32)
+        tensors = query, latents, places
+        out, lse = sparse_attention.launch_forward(*tensors, values, 0.1)
+        sparse_attention.launch_backward(out, *tensors, out, lse, values, 0.1, len(query))
+        sparse_attention.launch_shares(*tensors, lse, values, 0.1)
+
+    yield Example("16 heads of 64 + 512", partial(call, 16, (64, 512), torch.bfloat16))
+    yield Example("16 heads of 64 + 128, fp32", partial(call, 16, (64, 128), torch.float32))
+
+
 EXAMPLES: dict[str, Callable[[], Iterable[Example]]] = {
     "norm": _launch_norms,
     "activation": _launch_activations,
@@ -289,5 +305,6 @@ EXAMPLES: dict[str, Callable[[], Iterable[Example]]] = {
         corrects=False,
     ),
     "decode_blocks": _launch_decoding,
+    "sparse_attention": _launch_sparse_attention,
 }
 """Examples by the name of a kernel."""

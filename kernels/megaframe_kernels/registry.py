@@ -24,6 +24,7 @@ from megaframe_kernels.fp8 import (
 )
 from megaframe_kernels.kernel import Kernel
 from megaframe_kernels.recurrent import recurrence
+from megaframe_kernels.sparse_attention import chosen_latents
 from megaframe_kernels.update import adamw, square_sum
 
 _ALL = (
@@ -50,6 +51,8 @@ _ALL = (
     grouped_fp8_gradient.KERNEL,
     recurrence.DELTA_RULE,
     recurrence.SSD,
+    chosen_latents.KERNEL,
+    chosen_latents.SHARES,
     block_codes.KERNEL,
 )
 KERNELS: Mapping[str, Kernel] = MappingProxyType({kernel.name: kernel for kernel in _ALL})

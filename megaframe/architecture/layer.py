@@ -76,6 +76,8 @@ class BatchedProduct:
         differentiated: Whether a backward pass computes the gradients of both factors.
         groups: Groups of heads that tensor ranks divide, if neighbours repeat the products of the
             one that they share; else 0.
+        gathered: Whether each row has columns of its own, so that none is computed in vain beside
+            those of other rows.
     """
 
     number: int
@@ -85,6 +87,7 @@ class BatchedProduct:
     causal_share: float = 1.0
     differentiated: bool = True
     groups: int = 0
+    gathered: bool = False
 
     def count_copies(self, tensor: int) -> int:
         """Return how many of so many tensor ranks make each of them."""
@@ -455,6 +458,12 @@ class MixerDescription(LayerDescription):
     @property
     def ring_width(self) -> int:
         """Elements per token of what goes around a ring."""
+        return 0
+
+    @property
+    def gathered_elements(self) -> int:
+        """Elements per token that context ranks gather of whole samples, in place of exchanging
+        heads or passing keys and values around; 0 if they do not."""
         return 0
 
     @property

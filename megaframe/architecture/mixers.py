@@ -128,9 +128,10 @@ def _describe_latent_attention(
             hidden=model.hidden,
             query_rank=latent.query_rank,
             init_std=model.init_std,
-            **indexer.model_dump(),
+            **indexer.model_dump(exclude={"absorb"}),
         )
-        describe = partial(SparseAttentionDescription, indexer=described)
+        absorbs = indexer.absorb is True
+        describe = partial(SparseAttentionDescription, indexer=described, absorbs=absorbs)
     return describe(
         hidden=model.hidden,
         heads=model.heads,

@@ -124,8 +124,13 @@ class LatentAttentionDescription(SoftmaxAttention):
         saved = saved + self.count_saved_by_adapters(parallel)
         if recompute == "selective":
             return saved
-        norms = [norm.saved for norm in (self.query_norm, self.kv_norm) if norm is not None]
-        return sum(norms, saved)
+        return sum((norm.saved for norm in self.linear_norms), saved)
+
+    @property
+    def linear_norms(self) -> tuple[RMSNormDescription, ...]:
+        """The norms whose results only linears read, which can compute them again."""
+        norm = self.query_norm
+        return (self.kv_norm,) if norm is None else (norm, self.kv_norm)
 
     def count_saved_for_weights(self, parallel: ParallelConfig, recompute: str) -> SavedActivations:
         """Return the inputs and output gradients of all products. Queries without a latent use the

@@ -1,5 +1,6 @@
 """Sparse attention (DeepSeek-V3.2, 2025): latent attention to the keys that an indexer chooses, its
-own or that of an earlier layer, and what both are made of."""
+own or that of an earlier layer, and what both are made of; by keys and values of all heads, or by
+the latents of chosen keys."""
 
 from __future__ import annotations
 
@@ -10,8 +11,9 @@ from megaframe.architecture.attention import count_exchanging_ranks
 from megaframe.architecture.layer import BatchedProduct, HasParameters, SavedActivations
 from megaframe.architecture.linear import LinearSpec, TensorTraffic
 from megaframe.architecture.mla import LatentAttentionDescription
-from megaframe.architecture.norm import LayerNormDescription
+from megaframe.architecture.norm import LayerNormDescription, RMSNormDescription
 from megaframe.architecture.traffic import AxisTraffic
+from megaframe.architecture.window import compute_mean_keys
 from megaframe.config.parallel import ParallelConfig
 
 INDEX_BYTES = 4
@@ -82,37 +84,146 @@ class IndexerDescription:
         """Return the bytes of the numbers of the keys that a token of such a sample sees."""
         return INDEX_BYTES * self.top_k * self.chooses(seq)
 
-    def count_choice_traffic(self, parallel: ParallelConfig, seq: int) -> AxisTraffic:
-        """Return what ranks that exchange heads move because they need the choices of each other's
-        tokens."""
-        others = (count_exchanging_ranks(parallel) - 1) * parallel.tensor
-        return AxisTraffic(integer_bytes=self.count_chosen_bytes(seq) * others)
-
-    def list_batched_products(self, seq: int) -> tuple[BatchedProduct, ...]:
+    def list_batched_products(self, seq: int, compared: int) -> tuple[BatchedProduct, ...]:
         """Return the scores, as often as they are computed: for the choice; and for the loss with
-        their gradients, which a forward pass computes."""
-        chooses, trained = self.chooses(seq), self.is_trained
-        products = BatchedProduct(
-            (chooses + 3 * trained) * self.heads, seq, seq, self.head_dim, differentiated=False
+        their gradients, which a forward pass computes.
+
+        Args:
+            seq: Tokens of a sample.
+            compared: Keys of each query that the loss compares.
+        """
+        chooses, trained, heads = self.chooses(seq), self.is_trained, self.heads
+        shapes = (
+            (chooses * heads, seq, self.head_dim),
+            (3 * trained * heads, compared, self.head_dim),
+            # The sums over heads have one gradient less, because that of ReLUs is no sum.
+            (chooses, seq, heads),
+            (2 * trained, compared, heads),
         )
-        # The sums over heads have one gradient less, because that of ReLUs is no sum.
-        sums = BatchedProduct(chooses + 2 * trained, seq, seq, self.heads, differentiated=False)
-        return products, sums
+        return tuple(
+            BatchedProduct(number, seq, columns, terms, differentiated=False)
+            for number, columns, terms in shapes
+            if number
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
-class SparseAttentionDescription(LatentAttentionDescription):
+class ChosenKeysDescription(LatentAttentionDescription):
     """Latent attention to the keys that an indexer chooses.
 
-    Plain code computes the scores of all keys before a query, and hides those of the others.
+    Plain code computes the scores of all keys before a query, and hides those of the others. If the
+    layer absorbs, queries are multiplied by the keys' part of `kv` and outputs by the values' part,
+    so that attention reads the latents of chosen keys alone, once for all heads. Context ranks
+    gather these latents, whatever else they do.
 
     Attributes:
         indexer: Chooses them.
+        absorbs: Whether the layer absorbs where tokens see fewer keys than all before them.
+    """
+
+    indexer: IndexerDescription
+    absorbs: bool = False
+
+    @property
+    def latent_width(self) -> int:
+        """Elements of a token that heads attend to: the shared part of keys, and the latent."""
+        return self.shared_dim + self.kv_rank
+
+    def list_batched_products(self, seq: int) -> tuple[BatchedProduct, ...]:
+        """Return the scores and the weighted sums, of all keys or of latents."""
+        number = self.indexer.top_k
+        if not (self.absorbs and self.indexer.chooses(seq)):
+            return super().list_batched_products(seq)
+        reach = min(number, self.window) if isinstance(self.window, int) else number
+        share = compute_mean_keys(seq, reach) / number
+        widths = (number, self.latent_width), (self.kv_rank, number)
+        scores, sums = (
+            BatchedProduct(self.heads, seq, outputs, terms, share, gathered=True)
+            for outputs, terms in widths
+        )
+        return scores, sums
+
+    @property
+    def linear_norms(self) -> tuple[RMSNormDescription, ...]:
+        """Those of latents, but not of latents that are gathered as they are."""
+        return super().linear_norms[: -1 if self.absorbs else None]
+
+    @property
+    def widest(self) -> int:
+        """What attention is made of: latents that are gathered for some queries are fewer."""
+        return self.heads * self.latent_width * self.absorbs
+
+    @property
+    def tensor_traffic(self) -> TensorTraffic:
+        """That of all products. Latents that attention reads are kept, and not gathered again for
+        the gradient of `kv`."""
+        return super().tensor_traffic + TensorTraffic(0, -self.kv_rank * self.absorbs, 0)
+
+    @property
+    def gathered_elements(self) -> int:
+        """Shared keys and latents of whole samples, if the layer absorbs."""
+        return self.latent_width * self.absorbs
+
+    def count_traffic(
+        self, parallel: ParallelConfig, seq: int, near: int = 1
+    ) -> Mapping[str, AxisTraffic]:
+        """Return that of attention, and the choices of tokens whose heads are exchanged; or what is
+        gathered, with its gradients."""
+        if parallel.context == 1:
+            return {}
+        if self.absorbs:
+            latents = (parallel.context - 1) * parallel.tensor * self.latent_width
+            return {"context": AxisTraffic(latents, latents)}
+        others = (count_exchanging_ranks(parallel) - 1) * parallel.tensor
+        choices = AxisTraffic(integer_bytes=self.indexer.count_chosen_bytes(seq) * others)
+        return {"context": super().count_traffic(parallel, seq, near)["context"] + choices}
+
+    def count_gathered_bytes(self, seq: int, width: int) -> int:
+        """Return those of the numbers of chosen keys."""
+        return self.indexer.count_chosen_bytes(seq)
+
+    def count_saved_by_heads(self, parallel: ParallelConfig) -> SavedActivations:
+        """Return what attention keeps: if it absorbs, queries before and after, outputs before and
+        after, and on each rank the latents of whole samples."""
+        if not self.absorbs:
+            return super().count_saved_by_heads(parallel)
+        elements = self.query_width + self.latent_width + self.kv_rank + self.value_width
+        elements = self.heads * elements + self.latent_width * parallel.tensor * parallel.context
+        return SavedActivations(elements, self.heads) + self.kv_norm.saved_statistics
+
+    def count_saved_choice(self, parallel: ParallelConfig, *, own: bool) -> SavedActivations:
+        """Return the numbers of chosen keys that are kept.
+
+        Args:
+            parallel: The layout.
+            own: Whether those of a rank's own rows count.
+        """
+        ranks = parallel.tensor * (1 if self.absorbs else count_exchanging_ranks(parallel))
+        # What a query does not see of them is marked, in a copy.
+        if self.indexer.dense or (ranks == 1 and not (own or self.absorbs)):
+            return SavedActivations()
+        return SavedActivations(other_bytes=INDEX_BYTES * self.indexer.top_k * ranks)
+
+    def count_saved_for_weights(self, parallel: ParallelConfig, recompute: str) -> SavedActivations:
+        """Return the inputs and output gradients of all products. Those of an absorbed `kv` are
+        queries and outputs before and after."""
+        saved = super().count_saved_for_weights(parallel, recompute)
+        if not self.absorbs:
+            return saved
+        elements = self.query_width + self.latent_width + self.kv_rank + self.value_width
+        instead = self.heads * elements - self.kv.count_kept_for_weights(parallel.tensor)
+        return saved + SavedActivations(instead)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseAttentionDescription(ChosenKeysDescription):
+    """Latent attention to the keys that an indexer of its own chooses.
+
+    Attributes:
         query_rank: Width of the latent of the queries, from which those of the indexer come, too.
         hands_choice: Whether later layers attend to the same keys.
     """
 
-    indexer: IndexerDescription
     query_rank: int
     hands_choice: bool = False
 
@@ -124,14 +235,20 @@ class SparseAttentionDescription(LatentAttentionDescription):
         indexer = {f"indexer.{name}": part for name, part in self.indexer.parts.items()}
         return {**super().parts, **indexer}
 
+    def _count_compared(self, seq: int) -> int:
+        """Return the keys of each query that the loss compares."""
+        absorbs = self.absorbs and self.indexer.chooses(seq)
+        return self.indexer.top_k if absorbs else seq
+
     def list_batched_products(self, seq: int) -> tuple[BatchedProduct, ...]:
         """Return those of attention and of the indexer, and for its loss the scores of attention
         once more."""
-        scores = BatchedProduct(
-            self.heads * self.indexer.is_trained, seq, seq, self.query_width, differentiated=False
-        )
-        own = super().list_batched_products(seq)
-        return *own, *self.indexer.list_batched_products(seq), scores
+        compared, own = self._count_compared(seq), super().list_batched_products(seq)
+        products = *own, *self.indexer.list_batched_products(seq, compared)
+        if not self.indexer.is_trained:
+            return products
+        terms = own[0].terms
+        return *products, BatchedProduct(self.heads, seq, compared, terms, differentiated=False)
 
     @property
     def input_products(self) -> int:
@@ -141,7 +258,7 @@ class SparseAttentionDescription(LatentAttentionDescription):
     @property
     def widest(self) -> int:
         """The products of the indexer's heads for some queries, in at least fp32."""
-        return 2 * self.indexer.query.results
+        return max(super().widest, 2 * self.indexer.query.results)
 
     @property
     def tensor_traffic(self) -> TensorTraffic:
@@ -152,23 +269,22 @@ class SparseAttentionDescription(LatentAttentionDescription):
     def count_traffic(
         self, parallel: ParallelConfig, seq: int, near: int = 1
     ) -> Mapping[str, AxisTraffic]:
-        """Return that of attention, and the keys of the indexer, and for its loss those of
-        attention. Ranks that exchange heads also need the choices of each other's tokens."""
+        """Return that of attention, the keys of the indexer, and for its loss those of attention if
+        they are not gathered already."""
         indexer, others = self.indexer, parallel.context - 1
         traffic = super().count_traffic(parallel, seq, near)
         if not others:
             return traffic
         keys = others * parallel.tensor * indexer.head_dim
-        scored = others * self.heads * self.query_width * indexer.is_trained
+        scored = others * self.heads * self.query_width * (indexer.is_trained and not self.absorbs)
         more = AxisTraffic(keys + scored, keys * indexer.is_trained)
-        more = more + indexer.count_choice_traffic(parallel, seq)
         return {"context": traffic["context"] + more}
 
     def count_gathered_bytes(self, seq: int, width: int) -> int:
         """Return those of the numbers of chosen keys, and for the loss those of the sums of
         heads."""
-        chosen = self.indexer.count_chosen_bytes(seq)
-        return chosen + 2 * max(4, width) * seq * self.indexer.is_trained
+        sums = 2 * max(4, width) * self._count_compared(seq) * self.indexer.is_trained
+        return super().count_gathered_bytes(seq, width) + sums
 
     def count_saved(self, parallel: ParallelConfig, recompute: str) -> SavedActivations:
         """Return what attention keeps, the normalised latent of queries, whatever is recomputed,
@@ -178,9 +294,7 @@ class SparseAttentionDescription(LatentAttentionDescription):
         saved = super().count_saved(parallel, recompute)
         if recompute == "selective" and self.query_norm is not None:
             saved = saved + self.query_norm.saved
-        if not indexer.dense:
-            ranks = tensor * count_exchanging_ranks(parallel)
-            saved = saved + SavedActivations(other_bytes=INDEX_BYTES * indexer.top_k * ranks)
+        saved = saved + self.count_saved_choice(parallel, own=True)
         if not indexer.is_trained:
             return saved
         elements = indexer.key.results + indexer.query.results + indexer.heads
@@ -201,36 +315,17 @@ class SparseAttentionDescription(LatentAttentionDescription):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SharedIndexerDescription(LatentAttentionDescription):
+class SharedIndexerDescription(ChosenKeysDescription):
     """Latent attention to the keys that the indexer of an earlier layer has chosen (GLM-5.2).
 
     Attributes:
-        indexer: That of the other layer.
         source: Number of that layer.
     """
 
-    indexer: IndexerDescription
     source: int
-
-    def count_traffic(
-        self, parallel: ParallelConfig, seq: int, near: int = 1
-    ) -> Mapping[str, AxisTraffic]:
-        """Return that of attention, and the choices."""
-        traffic = super().count_traffic(parallel, seq, near)
-        choices = self.indexer.count_choice_traffic(parallel, seq)
-        return {axis: moved + choices for axis, moved in traffic.items()}
-
-    def count_gathered_bytes(self, seq: int, width: int) -> int:
-        """Return those of the numbers of chosen keys."""
-        return self.indexer.count_chosen_bytes(seq)
 
     def count_saved(self, parallel: ParallelConfig, recompute: str) -> SavedActivations:
         """Return what attention keeps, and the numbers of the chosen keys if they are gathered. A
         rank's own ones are kept for all layers together."""
-        ranks, saved = (
-            parallel.tensor * count_exchanging_ranks(parallel),
-            super().count_saved(parallel, recompute),
-        )
-        if self.indexer.dense or ranks == 1:
-            return saved
-        return saved + SavedActivations(other_bytes=INDEX_BYTES * self.indexer.top_k * ranks)
+        choice = self.count_saved_choice(parallel, own=False)
+        return super().count_saved(parallel, recompute) + choice

@@ -15,6 +15,7 @@ TRAINING_ONLY = frozenset(
         "model.adapters.dropout",
         "model.indexer.loss",
         "model.indexer.dense",
+        "model.indexer.absorb",
         "model.init_std",
         "model.moe.balance_rate",
         "model.moe.balance_loss",

@@ -53,6 +53,12 @@ class IndexerConfig(Section):
     dense: bool = False
     """Let attention see all keys while the indexer is trained: the first stage of DeepSeek-V3.2,
     with `optim.frozen=['!*.indexer.*']`."""
+    absorb: bool | Literal["auto"] = "auto"
+    """Multiply queries by the keys' part of `kv` and outputs by the values' part, so that attention
+    reads the latents of chosen keys alone, once for all heads (`kernels.sparse_attention`). false
+    makes keys and values of all heads, and hides those that were not chosen. `auto` is true where
+    that needs fewer multiplications, in samples many times as long as `top_k`. Not with `dense`,
+    `train.fp8` or adapters of `kv`."""
 
 
 class HyperConnectionsConfig(Section):

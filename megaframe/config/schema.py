@@ -168,6 +168,9 @@ class KernelsConfig(Section):
     recurrent: Literal["auto", "triton", "reference"] = "auto"
     """States of gated delta nets, Kimi delta attention and Mamba-2. A kernel divides samples into
     chunks of its own, whatever the mixer's `chunk` is."""
+    sparse_attention: Literal["auto", "triton", "reference"] = "auto"
+    """Attention to the latents of chosen keys, with `model.indexer.absorb`, and the shares of these
+    keys that its indexer learns from."""
     codes: Literal["auto", "triton", "bitsandbytes", "reference"] = "auto"
     """Values of weights that are kept as codes (`model.adapters.quantize_base`). `bitsandbytes`
     makes those of nf4, in blocks of 32, 64, ... 1024; its levels differ by less than 2e-7."""

@@ -34,7 +34,8 @@ from megaframe.model.compressor import (
     pad_documents,
 )
 from megaframe.model.group_products import GroupProducts
-from megaframe.model.indexer import IndexedHeads, gather_choice
+from megaframe.model.index_scores import IndexedHeads
+from megaframe.model.indexer import gather_choice
 from megaframe.model.key_value_cache import LayerCache
 from megaframe.model.layer_inputs import LayerSetup, MicrobatchInputs
 from megaframe.model.norm import Norm

@@ -27,11 +27,10 @@ from megaframe.architecture.compressed_attention import (
 from megaframe.architecture.rotary import RotaryDescription
 from megaframe.context_parallel.states import prepend_tokens
 from megaframe.distributed.differentiable import gather_differentiably
-from megaframe.model.indexer import (
+from megaframe.model.index_scores import (
     IndexedHeads,
     compute_scores,
     find_largest,
-    find_own_rows,
     iterate_queries,
     rotate_rows,
 )
@@ -262,12 +261,12 @@ class CompressedIndexer(Module):
             return None
         places_RC = indexed.keys_BTD.new_zeros((len(indexed.queries_RHD), top_k), dtype=torch.int32)
         own_S = inputs.context.compute_positions(inputs.length, places_RC.device)
-        for queries in iterate_queries(indexed, inputs):
-            own = find_own_rows(queries, inputs)
+        for queries in iterate_queries(indexed, inputs, self.description.heads * keys):
+            own = queries.find_own_rows(inputs)
             if own is None:
                 continue
             part, rows = own
-            scores_QE = compute_scores(indexed, rows, part.sample)[-1]
+            scores_QE = compute_scores(indexed, rows, indexed.keys_BTD[part.sample])[-1]
             sample = slice(part.sample, part.sample + 1)
             seen_QE = sight.find_compressed(own_S[part.own], keys, sample)[0]
             scores_QE.masked_fill_(~seen_QE, -torch.inf)
@@ -284,8 +283,8 @@ class CompressedIndexer(Module):
         if not self.description.chooses(seen_BE.shape[1]):
             return seen_BE
         scores = [
-            compute_scores(indexed, slice(sample, sample + 1), sample)[-1]
-            for sample in range(len(seen_BE))
+            compute_scores(indexed, slice(sample, sample + 1), keys_ED)[-1]
+            for sample, keys_ED in enumerate(indexed.keys_BTD)
         ]
         scores_BE = torch.cat(scores).masked_fill_(~seen_BE, -torch.inf)
         places_BC = find_largest(scores_BE, self.description.top_k)

@@ -66,13 +66,20 @@ class LatentAttention(Module):
             query = self.query(x, state.deferred, norm)
         else:
             query = self.query(latent[0], state.deferred, self.query_norm)
-        heads = self.make_heads(query, kv_latent, key_shared, inputs, state.deferred)
-        return self.output(inputs.rows.pad(self.attend(heads, inputs, state)), state.deferred)
+        heads_TV = self.attend(query, kv_latent, key_shared, inputs, state)
+        return self.output(inputs.rows.pad(heads_TV), state.deferred)
 
     def attend(
-        self, heads: tuple[Tensor, Tensor, Tensor], inputs: MicrobatchInputs, state: PassState
+        self,
+        query: Tensor,
+        kv_latent: Tensor,
+        key_shared: Tensor,
+        inputs: MicrobatchInputs,
+        state: PassState,
     ) -> Tensor:
-        """Return the outputs of the heads, [B * S, N * V], from what `make_heads` returns."""
+        """Return the outputs of the heads, [B * S, N * V]. The arguments are those of
+        `make_heads`."""
+        heads = self.make_heads(query, kv_latent, key_shared, inputs, state.deferred)
         return attend_heads(
             *heads,
             inputs.masks[self.window],

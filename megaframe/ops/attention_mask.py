@@ -87,6 +87,25 @@ class ChosenKeys:
         marked = places_BQC.new_zeros((*places_BQC.shape[:2], self.length), dtype=torch.bool)
         return marked.scatter_(2, places_BQC, True)[..., keys_K]
 
+    def number_rows(self, mask: AttentionMask, queries_S: Tensor) -> Tensor:
+        """Return the places among the tokens of all samples, one after the other, int32 [B * S, C];
+        -1 for what a query does not see.
+
+        Args:
+            mask: What queries see otherwise.
+            queries_S: Places of the queries in their samples.
+        """
+        places_BSC, documents_BS = self.places_BSC, mask.documents_BS
+        distance = queries_S[:, None] - places_BSC
+        seen = distance >= 0
+        if mask.window is not None:
+            seen &= distance < mask.window
+        if documents_BS is not None:
+            of_keys = documents_BS.gather(1, places_BSC.flatten(1).long()).view_as(places_BSC)
+            seen &= of_keys == documents_BS[:, queries_S, None]
+        first_B = torch.arange(len(places_BSC), device=seen.device, dtype=torch.int32) * self.length
+        return torch.where(seen, places_BSC + first_B[:, None, None], -1).flatten(0, 1)
+
 
 def number_chunks(
     size: int, documents_BS: Tensor | None, batch: int, length: int, device: torch.device

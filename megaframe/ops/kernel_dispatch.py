@@ -51,6 +51,7 @@ FAMILIES: Mapping[str, tuple[str, ...]] = {
         "grouped_scaled_gradient",
     ),
     "recurrent": ("delta_rule", "ssd"),
+    "sparse_attention": ("sparse_attention", "attention_shares"),
     "codes": ("decode_blocks",),
 }
 """The kernels of the library that each key of the config section `kernels` selects. A kernel that
@@ -225,6 +226,7 @@ def _list_used_families(model: ModelConfig, train: TrainConfig) -> tuple[str, ..
         "experts": model.moe is None,
         "fp8": train.fp8 == "none",
         "recurrent": not any(isinstance(m, GatedDeltaNetConfig | Mamba2Config) for m in mixers),
+        "sparse_attention": model.indexer is None or model.indexer.absorb is not True,
         "codes": model.adapters is None or model.adapters.quantize_base is None,
     }
     return tuple(key for key in FAMILIES if not unused.get(key, False))

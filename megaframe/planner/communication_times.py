@@ -83,7 +83,8 @@ def estimate_context_parallel_times(
     machine: Machine, mixer: MixerDescription, attention: PassTimes
 ) -> PassTimes:
     """Return the exposed transfers of the context axis: keys and values on the ring, each
-    overlapped with a tile; or the exchange of heads for tokens; or what pieces do to a state.
+    overlapped with a tile; or the exchange of heads for tokens; or what is gathered of whole
+    samples; or what pieces do to a state.
 
     Args:
         machine: Rates and rank groups.
@@ -97,6 +98,10 @@ def estimate_context_parallel_times(
             "all_gather", max(4, width) * gathered, "context"
         )
         return PassTimes(states, 2 * states, 0.0).scale(1.0 if mixer.passed_elements else 0.0)
+    if mixer.gathered_elements:
+        size = width * machine.tokens * sizes.context * mixer.gathered_elements
+        gather = machine.estimate_collective_seconds("all_gather", size, "context")
+        return PassTimes(gather, gather, 0.0)
     if machine.config.parallel.context_kind == "all_to_all":
         size = width * machine.tokens * mixer.exchanged_elements / sizes.tensor
         exchange = machine.estimate_collective_seconds("all_to_all", size, "context")

@@ -271,8 +271,8 @@ def _count_computed_flops(
     a whole, a tile of queries starts and ends, and the exponential of a score takes as long as some
     terms of its products."""
     seq = max(product.rows, 1)
-    share = 1.0
-    if machine.software.causal_skip:
+    share = product.causal_share if product.gathered else 1.0
+    if machine.software.causal_skip and not product.gathered:
         keys = count_computed_keys(seq, window)
         edges = keys - compute_mean_keys(seq, window)
         share = min(1.0, product.causal_share + edges / seq) * compute_start_factor(kernel, keys)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from megaframe.architecture.absorption import decide_absorption
 from megaframe.config.batch_ramp import count_samples
 from megaframe.config.schema import RunConfig
 from megaframe.errors import UserError
@@ -93,6 +94,7 @@ def search(space: SearchSpace, constants: Constants, simulated: int = SIMULATED)
         UserError: No layout is valid or none fits; the message says what would be needed.
     """
     begin = time.perf_counter()
+    space = replace(space, config=decide_absorption(space.config))
     gpus, cluster = space.gpus, space.cluster
     if gpus > cluster.size:
         raise UserError(

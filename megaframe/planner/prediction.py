@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from megaframe.architecture.absorption import decide_absorption
 from megaframe.architecture.pipeline import build_step_schedule
 from megaframe.architecture.quantised import compute_bits_per_element
 from megaframe.architecture.stages import (
@@ -141,7 +142,7 @@ def predict(
             f"{layout.world} ranks are more than the {cluster.size} of cluster {cluster.name}; "
             f"use {cluster.size} or fewer"
         )
-    config = resolve_bucket_size(config, layout, cluster)
+    config = resolve_bucket_size(decide_absorption(config), layout, cluster)
     sizes = make_layout_sizes(config.parallel, config.train, layout)
     machine, notes = Machine(config, cluster, constants, sizes), list[str]()
     if config.parallel.layers_per_stage == "measured":

@@ -118,6 +118,11 @@ def _compute_attention_roofline(
     queries = float(scores.number * (scores.terms + values.outputs))
     keys = float(mixer.ring_groups * mixer.ring_width)
     ridge = compute_ridge(rate.attention, rate.read)
+    if scores.gathered:
+        # Each query reads its own keys, whose number does not grow with the sample.
+        seen = scores.causal_share * scores.outputs
+        own = queries, seen * scores.terms, scores.causal_share, rate.width
+        return OperatorRoofline(name, compute_attention_intensity(scores.outputs, *own), ridge)
     shape = queries, keys, scores.causal_share, rate.width
     return OperatorRoofline(
         name,

@@ -19,6 +19,12 @@ from pathlib import Path
 
 import torch
 
+from megaframe.architecture.absorption import (
+    KEY,
+    count_multiplications,
+    decide_absorption,
+    explain_obstacle,
+)
 from megaframe.architecture.stages import plan_stages
 from megaframe.config import CheckpointConfig, ParallelConfig, RunConfig, RunSection, TrainConfig
 from megaframe.config.load import load_from_run
@@ -49,6 +55,7 @@ _SIMULATED = 8
 """Layouts that the search simulates; more would delay the start of the run."""
 UNDECIDED: Mapping[str, object] = {
     "model.vocab": None,
+    KEY: "auto",
     "parallel.auto": True,
     "parallel.bucket_size": "auto",
     "train.recompute_blocks": "auto",
@@ -82,6 +89,8 @@ def resolve_config(
     if config.faults.elastic:
         config, world = fit_layout(config, world)
     validate_config(config, world, data=data)
+    config, products = choose_absorption(config)
+    notes = [*notes, *products]
     if config.parallel.layers_per_stage != "measured":
         config, more = choose_by_stages(config, world)
         notes = [*notes, *more]
@@ -148,8 +157,7 @@ def refuse_undecided(config: RunConfig) -> None:
     """Raise a `UserError` that names the keys which `resolve_config` has yet to decide, if any."""
     undecided = []
     for key, value in UNDECIDED.items():
-        section, name = key.split(".")
-        if getattr(getattr(config, section), name) == value:
+        if _look_up(config, key) == value:
             undecided.append(f"{key}={json.dumps(value).strip(chr(34))}")
     if has_undecided_length(config.data, config.train):
         epochs = config.data.epochs
@@ -159,6 +167,32 @@ def refuse_undecided(config: RunConfig) -> None:
             f"{', '.join(undecided)}: not decided, but a trainer needs values; "
             "use the config that megaframe.training.auto_layout.resolve_config returns"
         )
+
+
+def _look_up(config: RunConfig, key: str) -> object:
+    """Return the value of a key; the name of its section if there is none."""
+    value: object = config
+    for name in key.split("."):
+        value = getattr(value, name, name)
+    return value
+
+
+def choose_absorption(config: RunConfig) -> tuple[RunConfig, list[str]]:
+    """Return the config with `model.indexer.absorb=auto` decided, and a line that says how if there
+    is an indexer. The config must have passed the checks."""
+    decided = decide_absorption(config)
+    indexer = decided.model.indexer
+    if decided == config or indexer is None:
+        return config, []
+    other = config.replace(
+        model={"indexer": indexer.model_copy(update={"absorb": not indexer.absorb})}
+    )
+    obstacle = None if indexer.absorb else explain_obstacle(other)
+    why = obstacle
+    if obstacle is None:
+        numbers = (count_multiplications(each) for each in (decided, other))
+        why = "{:,.0f} multiplications of attention per token in place of {:,.0f}".format(*numbers)
+    return decided, [f"{KEY}=auto: {str(indexer.absorb).lower()}, {why}"]
 
 
 def choose_layout(config: RunConfig, world: int) -> tuple[RunConfig, list[str]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from megaframe.config.schema import RunConfig
 from megaframe.errors import UserError
 from megaframe.layout import Layout, resolve_axis_sizes
+from megaframe.validate.absorption import find_absorption_mistakes
 from megaframe.validate.adapters import find_adapter_import_mistakes, find_adapter_mistakes
 from megaframe.validate.blocks import find_block_mistakes
 from megaframe.validate.checkpoint import (
@@ -93,6 +94,7 @@ def find_mistakes(config: RunConfig, world: int, *, data: bool = True) -> list[s
         *(find_context_mistakes(config.model, config.parallel) if not block_mistakes else ()),
         *(find_adapter_mistakes(config.model) if not block_mistakes else ()),
         *find_adapter_import_mistakes(config.model, config.checkpoint),
+        *(find_absorption_mistakes(config) if not block_mistakes else ()),
         *find_mtp_mistakes(config.model, config.train),
         *(find_handed_mistakes(config.model) if not block_mistakes else ()),
         *find_stream_mistakes(config.model),

@@ -55,6 +55,11 @@ SHAPES |= {
         "adapters": {"rank": 3, **CODES},
     },
 }
+SHAPES["nf4 latents"] = {
+    "latent": SHAPES["latent"]["latent"],
+    "indexer": {"heads": 2, "head_dim": 6, "top_k": 4, "absorb": True},
+    "adapters": {**DROPS, "quantize_base": {"block": 2}, "targets": ("output", "up")},
+}
 EXPERTS_AND_TENSOR = {"data": 2, "expert": 2, "expert_tensor": 2, "tensor": 2}
 CASES = [
     ("experts", 4, EXPERTS_AND_TENSOR, {}),
@@ -79,6 +84,7 @@ CASES = [
     *(slow("biased", 2, {"zero": zero}, {}) for zero in (0, 1, 2, 3)),
     slow("latent", 4, {"tensor": 2, "context": 2}, {"recompute": "selective"}),
     slow("latent", 2, {"tensor": 2, "zero": 3}, {}),
+    slow("nf4 latents", 2, {"tensor": 2, "zero": 3}, {"recompute": "selective"}),
     slow("delta", 2, {"tensor": 2}, {"recompute": "selective"}),
     slow("delta", 2, {"context": 2}, {}),
 ]

@@ -52,6 +52,15 @@ SHAPES = {
         },
         "indexer": {"heads": 4, "head_dim": 8, "top_k": 3, "loss": 0.1},
     },
+    "chosen latents": {
+        **{"norm": "rmsnorm", "activation": "swiglu", "init_std": 0.3},
+        "latent": {
+            **{"query_rank": 8, "kv_rank": 8, "value_dim": 8},
+            "head_dim": 4,
+            "rotary_dim": 4,
+        },
+        "indexer": {"heads": 4, "head_dim": 8, "top_k": 3, "loss": 0.1, "absorb": True},
+    },
     "moe": {"norm": "rmsnorm", "activation": "swiglu", "moe": {**MOE, "shared": 1}},
     "moe, tensor": {"norm": "rmsnorm", "activation": "geglu", "moe": {**MOE, "ffn": 16}},
     "moe, row": {"norm": "rmsnorm", "activation": "swiglu_clamped", "moe": {**MOE, "ffn": 16}},
@@ -65,7 +74,8 @@ ALWAYS = {"norm", "activation", "attention", "loss", "adamw", "square_sum"}
 ROTATED = ALWAYS | {"qkv_rotary"}
 RECURRENT = ALWAYS - {"attention"}
 CHOSEN = RECURRENT | {"rotary"}
-"""No kernel of attention knows which keys were chosen."""
+"""No kernel of attention knows which keys were chosen, but one of their latents does."""
+LATENTS = {"sparse_attention", "attention_shares"}
 EXPERTS = {"router", "grouped_product", "grouped_gradient"}
 LOCAL = {"expert_order", "permute", "unpermute"}
 IN_8_BITS = {"quantise", "quantise_columns", "grouped_scaled_product", "grouped_scaled_gradient"}
@@ -78,6 +88,7 @@ CASES = [
     slow("windows", 2, RING, "none", ROTATED | {"rotary", "attention_backward"}),
     slow("recurrent", 2, RING, "none", RECURRENT | {"delta_rule", "ssd"}),
     slow("chosen keys", 1, {}, "none", CHOSEN),
+    slow("chosen latents", 2, {"tensor": 2}, "none", CHOSEN | LATENTS),
     ("moe", 1, {}, "none", ROTATED | EXPERTS | LOCAL),
     slow("moe", 2, {"tensor": 2, "expert": 2}, "none", ROTATED | EXPERTS),
     slow("moe, tensor", 1, {}, "none", ROTATED | IN_8_BITS | {"quantise_experts"}),

@@ -4,13 +4,14 @@ rank; their gradients, and those of the latents' norms, are summed over tensor r
 attention, with the keys that its indexer chooses and the loss that trains it, also where later
 layers, of the same stage or the next, attend to the same keys.
 
-Tests `megaframe.distributed.differentiable`.
+Tests `megaframe.distributed.differentiable` and `megaframe.tensor_parallel.head_products`.
 """
 
 import pytest
 from parity_runs import FEW, make_layout_check, run
 from saved_bytes import measure_block
 from slow_cases import slow
+from tolerances import PROMISE, assert_within, promised
 
 LATENT = {"kv_rank": 10, "head_dim": 6, "rotary_dim": 4}
 YARN = {"kind": "yarn", "factor": 40, "original_length": 64, "high_frequency": 32}
@@ -48,6 +49,10 @@ SHAPES = {
         "indexer": {"heads": 2, "head_dim": 6, "top_k": 4, "loss": 0.5, "dense": True},
     },
 }
+for name in ("packed-sparse", "sparse", "frozen-sparse"):
+    sparse = SHAPES[name]
+    indexer = {**sparse["indexer"], "absorb": True}
+    SHAPES[name.replace("sparse", "absorbed")] = {**sparse, "indexer": indexer}
 RING, ALL_TO_ALL = {"context_kind": "ring"}, {"context_kind": "all_to_all"}
 NESTED = {"context": 4, "context_kind": "nested", "context_heads": 2}
 ZB_V = {"pipeline": 2, "chunks": 2, "schedule": "zb-v", "tensor": 2, "zero": 1}
@@ -67,6 +72,11 @@ CASES = [
     slow("sparse", 4, ZB_V, "selective"),
     slow("frozen-sparse", 4, {"tensor": 2, "context": 2, **RING, "zero": 2}, "selective"),
     slow("dense-warm-up", 2, {"tensor": 2}, "none"),
+    ("packed-absorbed", 4, {"context": 2, **RING, "tensor": 2, "zero": 3}, "selective"),
+    slow("absorbed", 4, {"pipeline": 2, "expert": 2, "zero": 1}, "full"),
+    slow("absorbed", 4, NESTED, "none"),
+    slow("packed-absorbed", 4, {"context": 2, **ALL_TO_ALL, "tensor": 2}, "none"),
+    slow("frozen-absorbed", 4, ZB_V, "selective"),
 ]
 
 
@@ -78,6 +88,17 @@ def check_layout(pool):
 @pytest.mark.parametrize(("name", "ranks", "parallel", "recompute"), CASES)
 def test_layouts_do_not_change_the_answer(name, ranks, parallel, recompute, check_layout):
     check_layout(name, ranks, parallel, recompute=recompute)
+
+
+def test_latents_of_chosen_keys_are_their_keys_and_values(pool):
+    """Multiplied in another order: the same losses and weights after two steps."""
+    heads, latents = (
+        pool.run(1, run, SHAPES[f"packed-{name}"], FEW, {}, False, False, True, {"eps": 1e-3})[0]
+        for name in ("sparse", "absorbed")
+    )
+    assert latents.losses == [promised(loss) for loss in heads.losses]
+    for name in heads.weights:
+        assert_within(latents.whole(name), heads.whole(name), PROMISE, "1e-10", name)
 
 
 def test_without_a_loss_nothing_of_an_indexer_changes(pool):

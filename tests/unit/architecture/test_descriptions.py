@@ -138,6 +138,18 @@ MODELS = {
             {"feed_forward": {"sparsity": 0.3, "activation": "relu2"}, "layer_scalar": True},
         ],
     },
+    "absorbed indexer": {
+        **{"latent": {**LATENT, "query_rank": 12}, "norm": "rmsnorm"},
+        "indexer": {"heads": 3, "head_dim": 8, "top_k": 5, "loss": 0.5, "absorb": True},
+    },
+    "frozen absorbed indexer": {
+        **{"latent": {**LATENT, "query_rank": 12}, "layers": 2, "position": "none"},
+        "indexer": {"heads": 3, "head_dim": 6, "top_k": 4, "absorb": True},
+        "blocks": [
+            {"mixer": {"kind": "latent", "window": 7}},
+            {"mixer": {"kind": "latent", "window": 7, "shared_indexer": True}},
+        ],
+    },
 }
 NORMS = {
     f"{norm} {norms}, parallel {parallel}": {
@@ -459,6 +471,7 @@ ON_RANKS = {
             "magnitudes",
             "mamba2 of one group",
             "compressed keys",
+            "absorbed indexer",
         ),
     ),
     "ring": (

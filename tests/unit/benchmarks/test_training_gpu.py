@@ -43,9 +43,10 @@ def test_ratios_are_of_rows_of_one_model():
         {"row": "a-fp8", "ours": {"tokens_per_second": 3.0}},
         {"row": "b-fp8", "ours": {"trouble": "none"}},
         {"row": "c-fp8", "trouble": "left out for time"},
+        {"row": "a-latents", "ours": {"tokens_per_second": 5.0}},
     ]
     first, second, *others = training_gpu.with_ratios(rows)
-    assert second["times_bf16"] == 1.5
+    assert second["times_bf16"] == 1.5 and others[-1]["times_heads"] == 2.5
     assert all("times_bf16" not in row for row in (first, *others))
 
 

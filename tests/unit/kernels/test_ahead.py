@@ -34,6 +34,7 @@ def compile_kernels(folder, *arguments):
         ("--kernels", "grouped_scaled_product", "--examples", "blocks", "--chips", "90", "100"),
         ("--kernels", "attention", "--examples", "head 64", "head 128", "--chips", "90"),
         ("--kernels", "delta_rule", "--examples", "heads of 128", "--chips", "90"),
+        ("--kernels", "sparse_attention", "--examples", "16 heads of 64 + 512", "--chips", "90"),
     ],
 )
 def test_nothing_spills(arguments, tmp_path):
@@ -72,7 +73,12 @@ def test_what_does_not_fit_is_told():
 def test_every_triton_kernel_has_examples():
     # These are compiled by the examples of other kernels.
     written = {"attention_backward", "grouped_gradient"}
-    written |= {"grouped_scaled_gradient", "quantise_experts", "quantise_columns"}
+    written |= {
+        "attention_shares",
+        "grouped_scaled_gradient",
+        "quantise_experts",
+        "quantise_columns",
+    }
     names = {n for n, k in KERNELS.items() if "triton" in k.implementations} - written
     names = {"permute" if n in ("unpermute", "expert_order") else n for n in names}
     assert names == set(EXAMPLES)

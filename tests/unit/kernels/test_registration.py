@@ -58,6 +58,23 @@ def make_recurrence_backward_arguments():
     return out, final, *arguments, *kept
 
 
+def make_sparse_arguments():
+    places = torch.tensor([[0, -1], [1, 0], [2, 0]], dtype=torch.int32, device=DEVICE)
+    return make_leaf(3, 2, 12), make_leaf(4, 12, seed=1), places, 8, 0.5
+
+
+def make_sparse_backward_arguments():
+    *tensors, width, scale = make_sparse_arguments()
+    query, latents, places = (x.detach() for x in tensors)
+    out, lse = ops.sparse_attention(query, latents, places, width, scale)
+    return make_random(3, 2, 8), query, latents, places, out, lse, width, scale
+
+
+def make_shares_arguments():
+    _, query, latents, places, _, lse, width, scale = make_sparse_backward_arguments()
+    return query, latents, places, lse, width, scale
+
+
 LABELS = torch.tensor([1, -100, 4], device=DEVICE)
 CASES = {
     "norm": lambda: (
@@ -138,6 +155,9 @@ CASES["decode_blocks_"] = lambda: (
 )
 CASES["recurrence"] = make_recurrence_arguments
 CASES["recurrence_backward"] = make_recurrence_backward_arguments
+CASES["sparse_attention"] = make_sparse_arguments
+CASES["sparse_attention_backward"] = make_sparse_backward_arguments
+CASES["attention_shares"] = make_shares_arguments
 
 
 CHECKS = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")

@@ -1,8 +1,9 @@
 """The model's loss and gradients, compared with a plain autograd GPT in fp64.
 
-Tests `megaframe.model.alibi`, `megaframe.model.embedding`, `megaframe.model.indexer`,
-`megaframe.model.mlp`, `megaframe.model.output_head`, `megaframe.model.query_key_norm`,
-`megaframe.model.query_scale` and `megaframe.model.sparse_attention`.
+Tests `megaframe.model.alibi`, `megaframe.model.embedding`, `megaframe.model.index_scores`,
+`megaframe.model.indexer`, `megaframe.model.indexer_loss`, `megaframe.model.mlp`,
+`megaframe.model.output_head`, `megaframe.model.query_key_norm`, `megaframe.model.query_scale` and
+`megaframe.model.sparse_attention`.
 """
 
 import math
@@ -433,6 +434,22 @@ MODELS |= {
             {"laurel_rank": 3, "feed_forward": "none", "layer_scalar": True},
             {"feed_forward": {"sparsity": 0.3, "activation": "relu2"}, "residual_scale": 0.5},
         ],
+    },
+}
+MODELS |= {
+    "absorbed": {
+        **{"norm": "rmsnorm", "latent": {**LATENT, "query_rank": 12}, "layers": 4},
+        "indexer": {"heads": 3, "head_dim": 6, "top_k": 4, "loss": 0.7, "absorb": True},
+        "blocks": [
+            {"mixer": {"kind": "latent", "query_scale": {"rate": 0.3, "length": 4}}},
+            {"mixer": {"kind": "latent", "window": 6}},
+            {"mixer": {"kind": "latent", "shared_indexer": True}},
+            {"mixer": {"kind": "latent", "shared_indexer": True, "window": 6}},
+        ],
+    },
+    "absorbed_without_rotation": {
+        **{"latent": {**LATENT, "query_rank": 12}, "position": "none"},
+        "indexer": {"heads": 2, "head_dim": 5, "top_k": 3, "absorb": True},
     },
 }
 

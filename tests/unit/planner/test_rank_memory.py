@@ -43,6 +43,7 @@ CHOICES = {
     "indexer": {"heads": 4, "head_dim": 32, "top_k": 64},
     "blocks": [{"mixer": "latent"}, *[{"mixer": {"kind": "latent", "shared_indexer": True}}] * 3],
 }
+LATENTS = {**CHOICES, "indexer": {**CHOICES["indexer"], "absorb": True, "loss": 1.0}}
 STREAMS = {**LLAMA, "layers": 4, "streams": {"number": 4}}
 V4 = {
     **{"kind": "compressed_attention", "query_rank": 96, "window": 64},
@@ -208,6 +209,12 @@ CASES = {
         CHOICES,
         {"recompute": "full", "precision": "fp32"},
         {"pipeline": 2},
+    ),
+    "chosen latents": (
+        8,
+        LATENTS,
+        {"microbatch": 2},
+        {"pipeline": 2, "schedule": "zb-h1", "tensor": 2, "context": 2, "zero": 1},
     ),
     "handed, zero 3": (4, HANDED, {"recompute": "selective"}, {"tensor": 2, "zero": 3}),
     "several streams over stages": (

@@ -15,6 +15,8 @@ from megaframe.layout import Layout
 from megaframe.validate.run import find_warnings
 
 INDEXER, RANK = "model.indexer={heads: 2, head_dim: 16, top_k: 9}", "model.latent.query_rank=24"
+ABSORB = "model.indexer.absorb=true"
+ABSORBED = INDEXER, ABSORB
 
 
 @pytest.mark.parametrize(
@@ -214,6 +216,17 @@ def test_a_sound_config_passes(overrides):
         (
             [LATENT, RANK, INDEXER, "model.indexer.loss=1", "model.adapters={rank: 2}"],
             "indexer.loss=1 has no effect with model.adapters, .* use model.indexer.loss=0",
+        ),
+        ([LATENT, RANK, *ABSORBED, "train.seq=9"], f"{ABSORB} cannot .*seq=9 .*top_k=9; use"),
+        ([LATENT, RANK, *ABSORBED, "train.fp8=row"], f"{ABSORB} cannot .* train.fp8=row mult"),
+        (
+            [LATENT, RANK, *ABSORBED, "model.indexer.loss=1", "model.indexer.dense=true"],
+            f"{ABSORB} cannot work here: model.indexer.dense=true lets attention see all keys; "
+            "use model.indexer.absorb=auto or false",
+        ),
+        (
+            [LATENT, RANK, *ABSORBED, "model.adapters={rank: 2, targets: [value]}"],
+            f"{ABSORB} cannot .* model.adapters.targets names attention.kv.value, to whose",
         ),
         (
             ["model.mtp_depth=1", "model.emulate={forward: 1}"],

@@ -147,7 +147,7 @@ def describe_model(model: ModelConfig) -> Facts:
         latent_eps = model.latent.norm_eps or model.norm_eps
         shared |= _flatten({**model.latent.model_dump(), "norm_eps": latent_eps}, "latent")
         if model.indexer is not None:
-            indexer = model.indexer.model_dump(exclude={"loss", "dense"})
+            indexer = model.indexer.model_dump(exclude={"loss", "dense", "absorb"})
             indexer |= {"dense": True} if model.indexer.dense else {}
             shared |= _flatten(indexer, "indexer")
     experts = [block.feed_forward for block in blocks]

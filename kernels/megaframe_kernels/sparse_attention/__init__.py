@@ -1,0 +1,1 @@
+"""Attention to the latents of chosen keys."""
