@@ -68,7 +68,7 @@ def count_by_specs(config, layout, plans):
             counts["table"] += size
         elif spec.role == "matrix" and EXPERT_AXES[0] in spec.axes.values():
             counts["experts"] += size
-        elif spec.role == "matrix":
+        elif spec.role in ("matrix", "table"):
             dims = [dim for dim, axis in spec.axes.items() if axis == "tensor"]
             copies = [count_copies(spec.shape[dim], layout.tensor) for dim in dims]
             replicated = not dims and layout.tensor > 1
