@@ -442,9 +442,9 @@ MODELS |= {
         "indexer": {"heads": 3, "head_dim": 6, "top_k": 4, "loss": 0.7, "absorb": True},
         "blocks": [
             {"mixer": {"kind": "latent", "query_scale": {"rate": 0.3, "length": 4}}},
-            {"mixer": {"kind": "latent", "window": 6}},
+            {"mixer": {"kind": "latent", "window": 3}},
             {"mixer": {"kind": "latent", "shared_indexer": True}},
-            {"mixer": {"kind": "latent", "shared_indexer": True, "window": 6}},
+            {"mixer": {"kind": "latent", "shared_indexer": True, "window": 3}},
         ],
     },
     "absorbed_without_rotation": {
