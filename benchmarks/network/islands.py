@@ -39,8 +39,9 @@ ISLANDS = [
     "sync.fragments=2",
     "sync.delay=2",
     "sync.compress=int4",
-    "sync.outer_lr=0.8",
-    "sync.outer_momentum=0.5",
+    "sync.mix=0.05",
+    "sync.outer_lr=0.9",
+    "sync.outer_momentum=0.8",
 ]
 CODECS = {
     "fp16": ["parallel.compress=fp16"],
