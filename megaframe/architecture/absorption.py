@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from megaframe.architecture.model_blocks import list_mixers
 from megaframe.architecture.sparse_attention import ChosenKeysDescription
-from megaframe.config.schema import RunConfig
+from megaframe.config.model import ModelConfig
+from megaframe.config.schema import RunConfig, TrainConfig
 
 KEY = "model.indexer.absorb"
 AUTO = "auto"
@@ -27,15 +28,17 @@ def decide_absorption(config: RunConfig) -> RunConfig:
         return config.replace(model={"indexer": indexer.model_copy(update={"absorb": value})})
 
     absorbed, plain = choose(True), choose(False)
-    if explain_obstacle(absorbed) is not None:
+    if explain_obstacle(absorbed.model, config.train) is not None:
         return plain
-    fewer = count_multiplications(absorbed) < count_multiplications(plain)
-    return absorbed if fewer else plain
+    with_it, without = (
+        count_multiplications(each.model, config.train.seq) for each in (absorbed, plain)
+    )
+    return absorbed if with_it < without else plain
 
 
-def explain_obstacle(config: RunConfig) -> str | None:
+def explain_obstacle(model: ModelConfig, train: TrainConfig) -> str | None:
     """Return why sparse attention cannot absorb in this run, or None if it can."""
-    model, train, indexer = config.model, config.train, config.model.indexer
+    indexer = model.indexer
     if indexer is None or model.latent is None or not model.latent.query_rank:
         return "there is no sparse attention"
     if indexer.dense:
@@ -47,20 +50,19 @@ def explain_obstacle(config: RunConfig) -> str | None:
         )
     if train.fp8 != "none":
         return f"train.fp8={train.fp8} multiplies by kv in 8 bits, which heads of latents do not"
-    adapted = [adapter.target for mixer in _list_sparse(config) for adapter in mixer.kv.adapters]
+    adapted = [adapter.target for mixer in _list_sparse(model) for adapter in mixer.kv.adapters]
     if adapted:
         return f"model.adapters.targets names {adapted[0]}, to whose results they are added"
     return None
 
 
-def count_multiplications(config: RunConfig) -> float:
-    """Return how often sparse attention multiplies activations for a token, in all layers, forward
-    and backward."""
-    seq = config.train.seq
-    products = (p for mixer in _list_sparse(config) for p in mixer.list_batched_products(seq))
+def count_multiplications(model: ModelConfig, seq: int) -> float:
+    """Return how often sparse attention multiplies activations for a token of samples of `seq`, in
+    all layers, forward and backward."""
+    products = (p for mixer in _list_sparse(model) for p in mixer.list_batched_products(seq))
     flops = (p.flops * p.causal_share * (3 if p.differentiated else 1) for p in products)
     return sum(flops) / (2 * seq)
 
 
-def _list_sparse(config: RunConfig) -> list[ChosenKeysDescription]:
-    return [m for m in list_mixers(config.model) if isinstance(m, ChosenKeysDescription)]
+def _list_sparse(model: ModelConfig) -> list[ChosenKeysDescription]:
+    return [m for m in list_mixers(model) if isinstance(m, ChosenKeysDescription)]

@@ -187,10 +187,10 @@ def choose_absorption(config: RunConfig) -> tuple[RunConfig, list[str]]:
     other = config.replace(
         model={"indexer": indexer.model_copy(update={"absorb": not indexer.absorb})}
     )
-    obstacle = None if indexer.absorb else explain_obstacle(other)
+    obstacle = None if indexer.absorb else explain_obstacle(other.model, other.train)
     why = obstacle
     if obstacle is None:
-        numbers = (count_multiplications(each) for each in (decided, other))
+        numbers = (count_multiplications(each.model, each.train.seq) for each in (decided, other))
         why = "{:,.0f} multiplications of attention per token in place of {:,.0f}".format(*numbers)
     return decided, [f"{KEY}=auto: {str(indexer.absorb).lower()}, {why}"]
 

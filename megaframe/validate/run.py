@@ -94,7 +94,7 @@ def find_mistakes(config: RunConfig, world: int, *, data: bool = True) -> list[s
         *(find_context_mistakes(config.model, config.parallel) if not block_mistakes else ()),
         *(find_adapter_mistakes(config.model) if not block_mistakes else ()),
         *find_adapter_import_mistakes(config.model, config.checkpoint),
-        *(find_absorption_mistakes(config) if not block_mistakes else ()),
+        *(find_absorption_mistakes(config.model, config.train) if not block_mistakes else ()),
         *find_mtp_mistakes(config.model, config.train),
         *(find_handed_mistakes(config.model) if not block_mistakes else ()),
         *find_stream_mistakes(config.model),

@@ -24,7 +24,8 @@ def read(seq, *overrides):
 
 
 def count(seq, absorb):
-    return count_multiplications(read(seq, *FROZEN, f"model.indexer.absorb={absorb}"))
+    model = read(seq, *FROZEN, f"model.indexer.absorb={absorb}").model
+    return count_multiplications(model, seq)
 
 
 def test_multiplications_are_the_closed_forms():
@@ -67,7 +68,7 @@ def test_a_loss_over_chosen_keys_makes_it_begin_earlier():
 )
 def test_what_is_against_it_is_said_and_decides(overrides, reason):
     config = read(131072, *overrides)
-    assert reason in explain_obstacle(config)
+    assert reason in explain_obstacle(config.model, config.train)
     decided, (line,) = choose_absorption(config)
     assert decided.model.indexer.absorb is False
     assert line.startswith("model.indexer.absorb=auto: false, ") and reason in line
