@@ -67,6 +67,17 @@ CONFIGS = {
         {**NARROW, "hidden": 128, "moe": {**MOE["moe"], "ffn": 256}},
         *({"fp8": "block", "seq": 4}, {}, {}),
     ),
+    "chosen latents": (
+        {
+            **{**NARROW, "norm": "rmsnorm"},
+            "latent": {
+                **{"query_rank": 8, "kv_rank": 8, "value_dim": 8},
+                **{"head_dim": 4, "rotary_dim": 4},
+            },
+            "indexer": {"heads": 4, "head_dim": 8, "top_k": 3, "loss": 0.1, "absorb": True},
+        },
+        *({}, {}, {}),
+    ),
     "delta rule, Mamba-2": (
         {**NARROW, "blocks": [{"mixer": DELTA, "second_mixer": {"kind": "mamba2", **MAMBA}}]},
         *({}, {}, {}),

@@ -20,7 +20,7 @@ from section_strategies import draw_keys, draw_sections
 
 from megaframe.config import ModelConfig, ParallelConfig, RunConfig, TrainConfig
 from megaframe.config.adapters import AdaptersConfig, QuantisationConfig
-from megaframe.config.blocks import BlockConfig
+from megaframe.config.blocks import BlockConfig, CompressionConfig
 from megaframe.config.model import IndexerConfig
 from megaframe.config.registry import Registry, get_registry, use_registry
 from megaframe.errors import list_divisors
@@ -323,6 +323,10 @@ def draw_model(draw, layers, seq, tensor, exchanging):
     values["AdaptersConfig.quantize_base"] = codes
     coded = draw_sections(AdaptersConfig, values, given=("quantize_base",))
     values["ModelConfig.adapters"] = coded | draw_sections(AdaptersConfig, values)
+    chosen = draw_sections(CompressionConfig, values, given=("indexer",))
+    values["CompressedAttentionConfig.compression"] = chosen | draw_sections(
+        CompressionConfig, values
+    )
     sizes = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads}
     sizes["vocab"] = draw(st.integers(max(tensor, 11), 41))
     model = {}

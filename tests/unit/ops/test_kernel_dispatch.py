@@ -42,8 +42,15 @@ def test_on_a_gpu_every_kernel_that_a_step_calls_is_named_with_what_is_faster():
     assert "flash-attn is not installed" in lines[1]
     mamba = {"blocks": [{"mixer": {"kind": "mamba2", "heads": 4, "head_dim": 8}}]}
     adapted = {**MOE, **mamba, "adapters": {"quantize_base": {"block": 32}}}
-    everything = report(GPU, model=adapted, train={"fp8": "row"})
-    assert [line.split()[0].rstrip(":") for line in everything[1:]] == list(FAMILIES)
+    latent = {"query_rank": 8, "kv_rank": 8, "head_dim": 4, "rotary_dim": 4, "value_dim": 8}
+    absorbed = {
+        "latent": latent,
+        "indexer": {"heads": 4, "head_dim": 8, "top_k": 3, "absorb": True},
+        "norm": "rmsnorm",
+    }
+    reports = report(GPU, model=adapted, train={"fp8": "row"}), report(GPU, model=absorbed)
+    named = {line.split()[0].rstrip(":") for lines in reports for line in lines[1:]}
+    assert named == {*FAMILIES}
 
 
 def test_the_config_is_a_reason():

@@ -223,6 +223,12 @@ def _read_sections(config: Mapping[str, Any]) -> dict[str, Keys]:
     given = config.get("rope_scaling") or config.get("rope_parameters") or {}
     both = {name: given.get(name) or {} for name in _BASES}
     if all(both.values()):
+        main, compress = (section.get("partial_rotary_factor") for section in both.values())
+        if main is None or main != compress:
+            raise UserError(
+                f"rope_parameters: partial_rotary_factor is {main} in main and {compress} in "
+                "compress; all layers rotate the same share of a head, so give both the same"
+            )
         return {name: _drop_nulls(section) for name, section in both.items()}
     share, rotated = config.get("partial_rotary_factor"), config.get("qk_rope_head_dim")
     if share is None:
