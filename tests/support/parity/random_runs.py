@@ -323,7 +323,7 @@ def draw_model(draw, layers, seq, tensor, exchanging):
     values["AdaptersConfig.quantize_base"] = codes
     coded = draw_sections(AdaptersConfig, values, given=("quantize_base",))
     values["ModelConfig.adapters"] = coded | draw_sections(AdaptersConfig, values)
-    chosen = draw_sections(CompressionConfig, values, given=("indexer",))
+    chosen = draw_sections(CompressionConfig, values, given=("indexer", "overlap"))
     values["CompressedAttentionConfig.compression"] = chosen | draw_sections(
         CompressionConfig, values
     )
