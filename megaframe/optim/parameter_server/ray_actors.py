@@ -151,7 +151,7 @@ class _Actor:
 
 
 class _Call:
-    """A call that has been sent to an actor (`outer_step.Call`)."""
+    """A call that has been sent to an actor (`server_outer_step.Call`)."""
 
     def __init__(
         self, actor: _Actor, method: str, arguments: Sequence[Any], read: Callable[[Any], Any]
